@@ -53,6 +53,8 @@ _BACKOFF_S: Final = 0.4
 _BACKOFF_S_MAX: Final = 5.0
 #: While a server is lost, masters are asked this often whether it has come back.
 REFRESH_S: Final = 0.5
+#: After this, or up to twice of it, they are asked anyway: a restart may have brought better paths.
+_RENEW_S: Final = 300.0
 #: Members that a client accepts from a master.
 _MEMBERS_MAX: Final = 4096
 #: A server that masters list no more is forgotten after this: one that has just started knows few.
@@ -270,8 +272,7 @@ class Servers:
                     self._path_failed(record, path, None, error)
                     continue
             if isinstance(channel, SupportsZeroCopyView):
-                if record.path_failed:
-                    self._renew_addresses()
+                self._renew_addresses(record)
                 return channel
         raise Overloaded(f"server {server} has no transport here that can show its memory")
 
@@ -324,8 +325,9 @@ class Servers:
             if not record.calls and (many or record.missing_since <= now - _FORGET_S):
                 self._close_channels(self.known.pop(record.server))
 
-    def _renew_addresses(self) -> None:
-        """Ask a master for the addresses, in the background: no call waits for it.
+    def _renew_addresses(self, used: KnownServer) -> None:
+        """Ask a master for all addresses in the background, if those of a server in use failed, or
+        are old.
 
         A path that fails beside one that works may be an address of before a restart, and the
         server has a new one. Asked once for all failures until now, and not sooner than
@@ -336,8 +338,9 @@ class Servers:
             with contextlib.suppress(KvpoolError):
                 await self.refresh(self._loop.time() + self._config.attempt_s)
 
-        lately = self._loop.time() < self.refreshed_at + REFRESH_S
-        if lately or (self._renewal is not None and not self._renewal.done()):
+        age = self._loop.time() - self.refreshed_at
+        due = age >= (REFRESH_S if used.path_failed else (1 + used.preference) * _RENEW_S)
+        if not due or (self._renewal is not None and not self._renewal.done()):
             return
         for record in self.known.values():
             record.path_failed = False
@@ -406,8 +409,7 @@ class Servers:
                 finally:
                     record.calls -= 1
                 record.worked_at = self._loop.time()
-                if record.path_failed:
-                    self._renew_addresses()
+                self._renew_addresses(record)
                 if record.backoff.failures:
                     record.backoff.reset()
                 if counted_as:

@@ -9,6 +9,7 @@ import pytest
 
 from kvpool import Match, Member, Pool, ReadStatus, WriteStatus, dev
 from kvpool.client import servers as servers_module
+from kvpool.config import ClientConfig
 from kvpool.errors import LinkBroken, MasterLost
 from tests.conftest import NAMESPACE, keys
 
@@ -94,28 +95,37 @@ async def test_a_server_with_other_addresses_is_called_there_at_once(pool_dev: d
 
 
 @pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("best", ["inproc://gone", "shm://@gone", "tcp://127.0.0.1:1", ""])
 async def test_addresses_are_renewed_when_one_path_of_several_fails(
-    monkeypatch: pytest.MonkeyPatch, pool_dev: dev.Dev, views: bool
+    monkeypatch: pytest.MonkeyPatch, pool_dev: dev.Dev, views: bool, best: str
 ) -> None:
-    """The server has restarted with another address for its fastest path; the others still work."""
+    """The server has restarted with another address for its fastest path; the others still work.
+    Or it had none, which is noticed in time."""
     monkeypatch.setattr(servers_module, "REFRESH_S", 0.0)
-    async with pool_dev.pool() as pool:
+    scheme = best.partition(":")[0] or "shm"
+    order = sorted(("shm", "inproc", "tcp"), key=lambda one: one != scheme)
+    async with pool_dev.pool(ClientConfig([pool_dev.address], transports=order)) as pool:
         chain = keys("renewed", 1)
         assert await pool.write(NAMESPACE, chain, [b"a" * 100]) == [WriteStatus.STORED]
         match = await pool.match(NAMESPACE, chain)
         (record,) = pool._servers.known.values()
         paths = record.paths
-        record.paths = [servers_module.Path("tcp", "tcp://127.0.0.1:1"), *paths]
+        record.paths = [servers_module.Path(scheme, best)] * bool(best) + paths[1:]
+        if not best:
+            monkeypatch.setattr(servers_module, "_RENEW_S", 0.0)
         if views:
             async with pool.read_view(NAMESPACE, chain, match=match):
                 pass
         else:
             assert await is_read(pool, chain, match)
-        assert pool.counters["failed_tcp"] == 1
+        assert pool.counters[f"failed_{scheme}"] == bool(best)
         assert pool._servers._renewal is not None
         await pool._servers._renewal
         assert record.paths == paths
         assert not record.path_failed
+        record.channels.clear()
+        assert await is_read(pool, chain, match)
+        assert list(record.channels) == paths[:1]
 
 
 async def test_addresses_are_asked_for_once_and_again_when_no_master_answered(
