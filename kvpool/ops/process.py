@@ -109,10 +109,10 @@ def die_with_parent() -> None:
     """Ask the kernel to end this process when its parent ends, however that happens."""
     import ctypes
 
-    told = os.environ.pop(PARENT, "")  # may be process 1, which else adopts orphans
-    parent = int(told or os.getppid())
+    given = os.environ.pop(PARENT, "")  # may be process 1, which else adopts orphans
+    parent = int(given or os.getppid())
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent or (parent == 1 and not told):  # it ended before we could ask
+    if os.getppid() != parent or (parent == 1 and not given):  # it ended before we could ask
         os.kill(os.getpid(), signal.SIGKILL)
 
 
