@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from heapq import nlargest
 from itertools import islice
 from typing import Final, TypeAlias
+from zlib import crc32
 
 from kvpool.server.state.blocks import Blocks
 from kvpool.server.state.quota import TenantAccount
@@ -139,9 +140,11 @@ class Consumers:
 def _consumer(
     kind: str, name: str, tiers: Mapping[str, int], reads: _Reads, evicted_by: Mapping[str, int]
 ) -> Consumer:
+    if len(name) > NAME_MAX:  # a namespace has up to 512 characters, and two names stay two
+        name = f"{name[: NAME_MAX - 9]}~{crc32(name.encode()):08x}"
     return Consumer(
         by=kind,
-        name=name[:NAME_MAX],
+        name=name,
         tiers={tier: size for tier, size in tiers.items() if size},
         hit_blocks=reads.hits,
         hit_bytes=reads.bytes,

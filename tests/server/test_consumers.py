@@ -13,7 +13,7 @@ from kvpool.server.state.quota import Quota
 from kvpool.server.state.store import Store
 from kvpool.server.state.tenants import account_of, set_quotas
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import OTHERS, Consumer, Namespace, SessionHint
+from kvpool.types import NAME_MAX, OTHERS, Consumer, Namespace, SessionHint
 from tests.conftest import keys
 from tests.server.test_quotas import ACME, BETA, PAGE, POOL, write
 from tests.support import stores
@@ -83,10 +83,11 @@ def test_who_evicted_whom() -> None:
 def test_the_list_is_bounded_and_the_rest_is_summed() -> None:
     stack = stack_of(4096, tenants=False)
     for n in range(100):
-        write(stack.front, Namespace(f"n{n}"), keys(n, 1 + (n == 50)), 1.0)
+        write(stack.front, Namespace(f"{'n' * 500}{n}"), keys(n, 1 + (n == 50)), 1.0)
     namespaces = named(Consumers(stack, ["dram"]).report(), "namespace")
     assert len(namespaces) == 9
-    assert namespaces["n50"].tiers == {"dram": 2 * PAGE}
+    assert max(map(len, namespaces)) == NAME_MAX
+    assert next(one.tiers["dram"] for one in namespaces.values()) == 2 * PAGE
     assert namespaces[OTHERS].tiers == {"dram": (101 - 2 - 7) * PAGE}
 
 
