@@ -188,7 +188,8 @@ class PoolThread:
                 members = await pool.members(timeout=_LOOK_TIMEOUT_S)
             except Exception:  # the other look says that
                 continue
-            self.near = frozenset([one.server for one in members if one.host == own_host])
+            if members:  # a master that has just started knows none, and they are where they were
+                self.near = frozenset([one.server for one in members if one.host == own_host])
             masters = ", ".join(self._config.masters)
             if alive := sum(member.alive for member in members):
                 if looks_without > 1:
