@@ -4,8 +4,7 @@ A server and a master each keep one of the same map. As long as they are equal, 
 what the server holds; if they ever differ, the server sends its inventory again, whatever the
 reason. The hash is the sum of the hashes of all entries, so it does not depend on their order, and
 an entry that leaves is subtracted: the additive multiset hash of Clarke et al. (ASIACRYPT 2003),
-with XXH3 in place of a cryptographic hash: it finds errors, not lies. Who lies about its own blocks
-needs no collision. (design: announcements)
+with XXH3, as it finds errors, not lies. (design: announcements)
 """
 
 from __future__ import annotations

@@ -21,9 +21,8 @@ PIECE_KEYS: Final = 580
 class PiecewiseDict(Generic[K, V]):
     """A dict in many small dicts, its *pieces*, by the hashes of the keys.
 
-    It grows by one piece at a time: linear hashing (W. Litwin, VLDB 1980). So adding a key takes at
-    most the time to split one piece, whatever the number of keys. It does not shrink, but a piece
-    that has lost its keys is small (`compact`).
+    It grows by one piece at a time: linear hashing (W. Litwin, VLDB 1980), so adding a key takes at
+    most the time to split one piece. It does not shrink, but `compact` makes pieces small.
 
     For loops over many keys: the piece of a key is `table[hash(key) & mask]`. Change pieces
     directly, then call `changed` with the number of keys that were added or removed; `table` and

@@ -1,7 +1,6 @@
 """Why blocks are gone: the reasons of the last departures.
 
-A miss without a reason cannot be explained to the user who asks. So the last `limit` departures are
-recorded. The limit bounds the memory when millions of blocks leave.
+A miss without a reason cannot be explained to the user who asks: the last `limit` are recorded.
 """
 
 from __future__ import annotations

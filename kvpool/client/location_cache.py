@@ -2,8 +2,7 @@
 
 A read without a match takes two round trips: a master names servers, a server sends blocks. For a
 block that this client has written or read lately the first one is saved. What is cached is advice,
-as a match is: the server decides what it has, and a block that is not where it was is looked up as
-if it had not been cached. A wrong entry costs one request, never a wrong byte.
+as a match is: a wrong entry costs one request, never a wrong byte.
 """
 
 from __future__ import annotations

@@ -69,6 +69,7 @@ class Policy(Protocol[B]):
         `newcomer` has not been touched yet. Where the policy has `in_a_row = True`, nor have others
         that came before it: the first of a batch stands for the rest. A call that would take more
         than a few hundred steps returns NOT_YET instead: the loop serves no client meanwhile.
+        Its `takes_parent`, if it has one, says that the victim's parent goes next (`Density`).
 
         A block for which `evictable` returns False leaves the queue too. The store adds it again
         when the pin or reservation that protects it ends.

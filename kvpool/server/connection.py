@@ -26,9 +26,8 @@ log = logs.get("kvpool.server")
 
 #: A removal waits this long until the masters have applied it, then it is answered anyway.
 _REMOVE_VISIBLE_S: Final = 1.0
-#: A reader that gets no block now, because all are in a slow tier or other readers have pinned all
-#: they may, is answered after this long: a server must not look dead because its disk is slow
-#: (design: hedging).
+#: A reader that gets no block now is answered after this long: a server must not look dead because
+#: its disk is slow, or other readers have pinned all they may (design: hedging).
 _PIN_WAIT_S: Final = 0.05
 _NO_ROOM: Final = Pin(ReadStatus.REFUSED)
 _ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)

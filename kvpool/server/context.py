@@ -181,8 +181,8 @@ class ServerContext:
     def space_changed(self) -> None:
         """An extent was freed or became evictable: end every `wait_for_space`, tenants in turns.
 
-        Who must give up first is first: one that would wait for a minute is last (design: budgets).
-        Where many wait, most try again in vain: some at a time, and all once before any twice.
+        Who must give up first is first (design: budgets). Where many wait, most try again in vain:
+        some at a time, and all once before any twice.
         """
         waiting, self._waiting_for_space = self._waiting_for_space, {}
         idle = not self._to_wake

@@ -15,9 +15,8 @@ from kvpool.server.state.entry import Missed, Stretch
 from kvpool.types import ReadStatus
 from kvpool.wire import messages as wire
 
-#: Changes that may wait for one master, and the share of this server's blocks that may. With more,
-#: a new inventory is cheaper. The share lets an inventory of millions of blocks end while many of
-#: them change (design: announcements).
+#: Changes that may wait for one master, and the share of this server's blocks that may: so that an
+#: inventory of millions ends while many change. With more a new one is cheaper.
 _PENDING_MAX: Final = 100_000
 _PENDING_SHARE: Final = 0.25
 #: Seconds between two batches of changes that no caller waits for. Batches save work: the fixed
@@ -133,8 +132,8 @@ class Outbox:
     def _corrections(self, room: int) -> list[Stretch]:
         """That missed blocks are not here; none before they are due, or while there are changes.
 
-        The master's map is compared with what this server held after the last change that is
-        applied there. So these must be true of that moment: nothing has changed since.
+        The master's map is compared with what was held after the last change that it has applied:
+        these must be true of that moment.
         """
         if loop_time() < self.missed_due or not self.missed.blocks:
             return []
@@ -184,8 +183,7 @@ class Outbox:
 
 
 def pieces(steps: Iterator[list[Stretch]]) -> Iterator[list[wire.BlockChanges]]:
-    """The pieces of an inventory, at least one. Each is made when it is asked for, in a time that
-    does not depend on the number of blocks: of at most `_PIECE_STEPS` steps."""
+    """The pieces of an inventory, at least one, each of at most `_PIECE_STEPS` steps."""
     piece: list[wire.BlockChanges] = []
     blocks = size = taken = sent = 0
     for stretches in steps:
@@ -237,8 +235,7 @@ def _blocks_of(group: wire.BlockChanges) -> int:
 
 
 def _size_of(group: wire.BlockChanges) -> int:
-    """Bytes that it takes in a message; perhaps more, because each namespace that is new to a
-    master takes it some 25 us: 128 of them fit."""
+    """Bytes of it in a message; more, where a new namespace takes a master 25 us: 128 fit."""
     return max(128 + 4 * len(group.namespace), _CHANGES_SIZE // 128) + len(group.digests)
 
 

@@ -102,6 +102,42 @@ def test_the_same_blocks_leave_as_for_one_block_after_the_other(
         assert found[0] == found[1], f"turn {turn}"
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_chain_leaves_at_once_as_it_would_block_after_block(seed: int) -> None:
+    rng, names, most = random.Random(seed), keys(f"run {seed}", 90), 0
+    both = [Store(48 * PAGE, policy=Density(48 * PAGE)) for _ in range(2)]
+    vars(both[1].extents.policy)["_takes_parent"] = None
+    for turn in range(150):
+        first, count = rng.randrange(80), rng.choice([1, 3, 8, 20])
+        chain = names[first : first + count]
+        sizes = [PAGE] * len(chain) if turn % 4 else rng.choices([1, PAGE, 9000], k=len(chain))
+        parents = [rng.choice([ROOT, *names[:first][-1:], *names[:20]]), *chain[:-1]]
+        parents[0] = ROOT if parents[0] in chain else parents[0]
+        hint = SessionHint(str(turn % 5)) if seed % 3 == 0 and turn % 2 else None
+        request = ReserveRequest(NAMESPACES[0], 0, chain, parents, sizes, hint)
+        session, due, read = str(rng.randrange(6)), rng.choice([None, 9.0]), rng.randrange(3)
+        found = []
+        for books in both:
+            before, books.extents.in_steps = books.extents.evicted, seed % 2 == 1
+            answers = books.reserve(1, request, float(turn))
+            check_invariants(books)
+            ids = [one.id for one in answers if one.id]
+            books.seal_all(1, ids, ids, turn + 0.5)
+            if read == 1:
+                books.pin(2, NAMESPACES[0], 0, chain[:2], turn + 0.6)
+            elif read == 2:
+                books.unpin_all(2, list(books.held.owner(2).pins))
+            books.hint(session, due, turn + 0.7)
+            most = max(most, books.extents.evicted - before)
+            places = {offset: one.digest for offset, one in books.extents.blocks_at.items()}
+            gone = books.index.change_log.tombstones.reasons(NAMESPACES[0], names)
+            why = [books.extents.policy.inferred().why(digest) for digest in names]
+            held = books.index.fingerprint.packed(), books.extents.evicted_bytes
+            found.append((answers, places, gone, why, held))
+        assert found[0] == found[1], f"turn {turn}"
+    assert most > 8
+
+
 @pytest.mark.parametrize("policy", [LRU, ARC, Density, Programs], ids=lambda one: one.__name__)
 def test_a_batch_evicts_as_much_as_it_stores(policy: type[LRU]) -> None:
     books = Store(256 * PAGE, policy=policy(256 * PAGE))

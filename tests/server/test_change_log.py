@@ -13,7 +13,7 @@ def left(log: ChangeLog, number: int, digest: bytes) -> tuple[Namespace, ReadSta
     """The block leaves: of one namespace or the other, for one reason or the other."""
     index = INDEXES[number // 3 % 2]
     reason = ReadStatus.EVICTED if number % 5 else ReadStatus.REMOVED
-    log.append_departure(Entry(index, digest, ROOT, 0, 1, 1), reason, 0)
+    log.append_departures([Entry(index, digest, ROOT, 0, 1, 1)], reason, 0)
     return index.namespace, reason
 
 

@@ -80,11 +80,12 @@ class WatchedChangeLog(ChangeLog):
         self.true_reason: ReadStatus | None = None  # even if the pool records another one
         self.leaving: Callable[[BlockPart, ReadStatus, int], None] = lambda *_: None
 
-    def append_departure(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
-        super().append_departure(entry, reason, tier)
-        key = entry.index.namespace, entry.digest, entry.index.part
-        self.leaving(key, reason, tier)
-        self._truth.gone(self._life, key, self.true_reason or reason)
+    def append_departures(self, entries: Sequence[Entry], reason: ReadStatus, tier: int) -> None:
+        super().append_departures(entries, reason, tier)
+        for entry in entries:
+            key = entry.index.namespace, entry.digest, entry.index.part
+            self.leaving(key, reason, tier)
+            self._truth.gone(self._life, key, self.true_reason or reason)
 
 
 class Memory(Protocol):

@@ -375,8 +375,8 @@ BUGS: Sequence[Bug] = read(
 -sum(max(0, copies - count) for count in counts)
 +0
 @@ wrong-reason  G5  kvpool.server.state.index
--        self.change_log.append_departure(entry, reason, self.tier)
-+        self.change_log.append_departure(entry, ReadStatus.EVICTED, self.tier)
+-        self.change_log.append_departures([entry], reason, self.tier)
++        self.change_log.append_departures([entry], ReadStatus.EVICTED, self.tier)
 @@ skip-checksum  G1  kvpool_transports.streams.requests  seed 13
 -            if one != other:
 +            if one != one:

@@ -27,8 +27,7 @@ STEP = 256 << 10
 #: A piece up to this size is copied without giving up the GIL, because that takes longer than the
 #: copy. xxhash keeps the GIL for such a piece, too. (design: turns)
 SMALL_PIECE_MAX = 64 << 10
-#: Up to this, the loop's thread copies: waking threads takes longer, on a busy machine ten times as
-#: long as the copy (design: turns).
+#: Up to this, the loop's thread copies: to wake others takes longer (design: turns).
 INLINE_MAX = 8 << 20
 #: Bytes that it copies in one turn of the loop: a third of a millisecond, a whole one at worst.
 TURN_MAX = 2 << 20
@@ -251,9 +250,8 @@ def _copy_small(
 ) -> bool:
     """Copy each small piece to its target and hash it; false when it was stopped.
 
-    A step is as many pieces as fit into `STEP` bytes. Numpy copies the first of them, because it
-    gives up the GIL: without that an engine's thread would wait for the interpreter's switch
-    interval of 5 ms.
+    A step is as many pieces as fit into `STEP` bytes. Numpy copies the first of them, and gives up
+    the GIL: else an engine's thread would wait for the interpreter's switch interval of 5 ms.
     """
     lock = flag.lock if flag is not None else contextlib.nullcontext()
     update = hasher.update if hasher is not None else _ignore

@@ -80,6 +80,7 @@ class Density(Generic[B]):
         self._held = [0] * _CLASSES  # stored blocks
         self._guesses = Guesses(_CLASSES)  # about the sample
         self._departures = Departures(self._words)
+        self._found: B | None = None  # the last victim, if it was the poorest of all
 
     def touch(self, block: B, now: float) -> None:
         policy_data = block.policy_data
@@ -151,11 +152,24 @@ class Density(Generic[B]):
                 if oldest.last_used != last_used:  # as in `LRU.victim`
                     queue.add_candidate(oldest)
                 block = queue.victim(newcomer, evictable, now)
+            self._found = oldest if block is oldest else None
             if block is not None:
                 if not isinstance(block, Decision):
                     self._departures.add(block.digest, number, age_s)
                 return block
         return None
+
+    def takes_parent(self, victim: B, parent: B, now: float) -> bool:
+        """Of a victim that was the poorest of all: what was used as often, and just before it."""
+        uses, age_s = parent.policy_data & _USES, now - parent.last_used / 1e6
+        density, older = self._lives[uses - 1].density, parent.last_used < victim.last_used
+        if victim is not self._found or not older or uses != victim.policy_data & _USES:
+            return False
+        if density(age_s) != density(now - victim.last_used / 1e6):  # its class may not be poorest
+            return False
+        self._departures.add(parent.digest, uses - 1, age_s)
+        self._found = parent
+        return True
 
     def victim_age(self, now: float) -> float:
         poorest = self._poorest(now)

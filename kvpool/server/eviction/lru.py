@@ -19,11 +19,9 @@ class LRU(Generic[B]):
     """Least recently used.
 
     A heap of (last use, block) with lazy updates: `touch` only sets the block's time, and an entry
-    that reaches the top with an old time is pushed again with the new one. So a touch costs one
-    store, and each block is in the heap at most once. The parent of an evicted leaf enters the heap
-    when it becomes a leaf. A chain is used from its head, so the parent's last use is never earlier
-    than that of the evicted leaf: the order is that of a recency list walked from its tail
-    (design: eviction).
+    that reaches the top with an old time is pushed again with the new one. So each block is in the
+    heap at most once. The parent of an evicted leaf enters it when it becomes a leaf: the order is
+    that of a recency list walked from its tail (design: eviction).
     """
 
     in_a_row: Final = True

@@ -83,6 +83,13 @@ class Order:
         asked_at = now + LONG_S if wanted or (owed and foreign) else now
         return self.policy.victim(newcomer, evictable, asked_at)
 
+    def run_of(
+        self, victim: Entry, may_go: Callable[[Entry], bool], now: float, most: int
+    ) -> list[Entry]:
+        """A victim, and above it in its chain those that go next, one by one, where each `may_go`
+        without its only child; `most` in all."""
+        return [victim]
+
     def rank(self, now: float) -> tuple[int, float]:
         """How soon the next victim goes, compared with those of other orders; lower is sooner: its
         kind (0: of no use, 1: an extra copy, 2: any other), and about when it was used last."""

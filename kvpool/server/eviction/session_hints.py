@@ -64,6 +64,7 @@ class SessionAwarePolicy(Order):
     ) -> None:
         super().__init__(policy, budget, rounded)
         self.counters: Counter[str] = Counter()
+        self._takes_parent = getattr(policy, "takes_parent", None)
         self.sessions = SessionTable(rounded)
         self.programs = self.sessions.programs
         self.announced = Announcements(policy, budget, self.counters)
@@ -294,6 +295,21 @@ class SessionAwarePolicy(Order):
             self.policy.add_candidate(found)
             return far
         return found
+
+    def run_of(
+        self, victim: Entry, may_go: Callable[[Entry], bool], now: float, most: int
+    ) -> list[Entry]:
+        """As the policy has it: hints have let it choose the victim, and a parent of another
+        session is shared when that leaves."""
+        run, get, takes_parent = [victim], victim.index.blocks.get, self._takes_parent
+        while len(run) < most and takes_parent is not None:
+            above = get(victim.parent)
+            if above is None or not above.copies or not may_go(above):
+                break
+            if not takes_parent(victim, above, now):
+                break
+            run.append(victim := above)
+        return run
 
     def reject(self, entry: Entry) -> None:
         """It stays a block of its session."""

@@ -101,10 +101,8 @@ class Allocator:
         return size
 
     def may_pass_on(self, offset: int, size: int) -> bool:
-        """Whether an allocated extent may hold another block of `size` bytes as it is.
-
-        As `release` and then `allocate`, with nothing to join and nothing to search.
-        """
+        """Whether an allocated extent may hold another block of `size` bytes as it is: as `release`
+        and then `allocate`, with nothing to join and nothing to search."""
         return self._sizes[offset] == self.rounded(size)
 
     def extents(self) -> dict[int, int]:
@@ -121,10 +119,8 @@ class Allocator:
         return None
 
     def _carve(self, offset: int, size: int) -> int:
-        """Cut `size` bytes off the end of a free extent and return where they start.
-
-        The end, because the rest then keeps its offset and, mostly, its class.
-        """
+        """Cut `size` bytes off a free extent and return where they start: off its end, so that the
+        rest keeps its offset and, mostly, its class."""
         whole = self._free[offset]
         rest = whole - size
         before = _class_of(whole // self.alignment)

@@ -18,9 +18,10 @@ from typing import Final, Protocol
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, Entry
 from kvpool.server.state.extent_state import State
-from kvpool.server.state.extents import EmptiedRange, Extents
+from kvpool.server.state.extents import MAKING_ROOM, EmptiedRange, Extents
 from kvpool.server.state.fenced_allocator import FencedAllocator
 from kvpool.server.state.holdings import ConnectionHoldings
+from kvpool.types import Reservation, WriteStatus
 
 #: Holes at which a range may begin that are compared with each other.
 _STARTS: Final = 16
@@ -28,6 +29,8 @@ _STARTS: Final = 16
 _EXTENTS_MAX: Final = 4096
 #: What moving a block costs besides its bytes, in bytes that could be copied in that time.
 _MOVE_COST: Final = 64 << 10
+#: Free space, in sizes of the new block, with which it is refused if pins lie in every range.
+_FREE_MAX: Final = 4
 #: Calls of `next_moves` in a row that find only pinned blocks, after which the range is given up.
 _STUCK_MAX: Final = 8
 
@@ -177,9 +180,15 @@ class Clearing:
 def let_blocks_move(extents: Extents) -> None:
     """From now on a range is emptied for a block that fits in no hole."""
 
-    def clear(owner: int, digest: bytes, size: int) -> tuple[Clearing | None, bool]:
+    def clear(owner: int, digest: bytes, size: int) -> Reservation | None:
         start, pinned = cheapest_start(extents, size)
-        return None if start is None else Clearing(extents, owner, digest, size, start), pinned
+        if start is not None:
+            extents.clearing = Clearing(extents, owner, digest, size, start)
+            return MAKING_ROOM
+        # Evicting does not help against pins: without this, a few pinned blocks between all others
+        # would let one large write empty the pool.
+        enough = pinned and extents.allocator.available >= _FREE_MAX * size
+        return Reservation(WriteStatus.NO_SPACE) if enough else None
 
     extents.in_steps, extents.clear = True, clear
 

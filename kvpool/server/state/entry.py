@@ -79,8 +79,7 @@ class Index:
         """Enter new blocks in their order, and count each as a child, also of a parent that is not
         here (yet).
 
-        Counts, not lists: only *whether* a block has children matters (a chain is evicted from its
-        tail), and a count costs one int among millions of entries (design: eviction).
+        Counts, not lists: only *whether* a block has children matters (design: eviction).
         """
         table, mask, orphans = self.blocks.table, self.blocks.mask, self.orphans
         for entry in entries:
@@ -126,11 +125,9 @@ class Index:
     def _closes_a_circle(self, entry: Entry, parent: Entry) -> bool:
         """Whether a new block that has children here is an ancestor of its own parent.
 
-        Blocks in a circle all have children, so none could ever be evicted, whoever wrote them
-        (G9, design: eviction). So the link that would close the circle is left out, and the block
-        counts as the first of a chain. The same holds for a block that joins two stretches of a
-        chain below ANCESTORS_MAX ancestors, which bounds the work: its parent may then be evicted
-        before it, which costs hits and nothing else.
+        Blocks in a circle all have children, so none could ever be evicted (G9). So the link that
+        would close it is left out, and the block counts as the first of a chain; also one that
+        joins two stretches below ANCESTORS_MAX ancestors, which bounds the work and costs hits.
         """
         above: Entry | None = parent
         for _ in range(ANCESTORS_MAX):
@@ -198,9 +195,8 @@ MissedBlocks: TypeAlias = tuple[Namespace, int, list[bytes]]
 class Missed:
     """Blocks that readers have asked for and that are not here: a master may be outdated.
 
-    They are told to masters after all changes, each once, of each tenant its share: nobody waits
-    for them, most were never here, and whoever asks for such keys decides how many there are.
-    (design: announcements)
+    Masters are told after all changes, of each once, of each tenant its share: who asks for such
+    keys decides how many there are (design: announcements).
     """
 
     def __init__(self, limit: int = MISSED_MAX) -> None:
@@ -257,15 +253,13 @@ class ChangeLog:
             self.add(index, list(same), ReadStatus.HIT, tier)
         self.tombstones.came_back_all(index.namespace, digests)
 
-    def append_departure(self, entry: Entry, reason: ReadStatus, tier: int) -> None:
-        """Record that a block has left this server, with its tombstone."""
-        index, digest = entry.index, entry.digest
-        if (reason, index.part, tier, index.namespace, len(digest)) == self._open:
-            self.changes[-1].digests.append(digest)
-        else:
-            self._departed.append(self.add(index, [digest], reason, tier))
-        self._departures += 1
-        if self._departures == _DEPARTED_MAX:
+    def append_departures(self, entries: Sequence[Entry], reason: ReadStatus, tier: int) -> None:
+        """Record that blocks of one chain have left this server, with their tombstones."""
+        stretch = self.add(entries[0].index, [one.digest for one in entries], reason, tier)
+        if not self._departed or self._departed[-1] is not stretch:
+            self._departed.append(stretch)
+        self._departures += len(entries)
+        if self._departures >= _DEPARTED_MAX:
             self._record_departures()
 
     def add(self, index: Index, digests: list[bytes], status: ReadStatus, tier: int) -> Stretch:

@@ -22,8 +22,6 @@ _ANSWERS_AWAITED: Final = 2
 #: eviction is as much work as several grants.
 STEPS_MAX: Final = 512
 STEPS_OF_EVICTION: Final = 4
-#: Free space, in sizes of the new block, with which it is refused if pins lie in every range.
-_FREE_MAX: Final = 4
 #: While no range can be emptied, one is searched after each eviction of this part of the size.
 _SEARCHES: Final = 8
 #: A writer that may hold no more asks again.
@@ -31,6 +29,7 @@ ASK_AGAIN: Final = Reservation(WriteStatus.NOT_YET)
 #: The answer of a `Store.reserve` that needs more steps, compared with `is`. It never leaves the
 #: server: whoever sees it makes the next one (`context.RoomMaker`) and asks again for these blocks.
 MAKING_ROOM: Final = Reservation(WriteStatus.NOT_YET)
+_EVICTED: Final = after(State.STORED, Event.EVICT)
 
 
 class EmptiedRange(Protocol):
@@ -76,9 +75,9 @@ class Extents:
         self.in_steps = False
         self.steps_left = UNLIMITED
         #: The range that is being emptied for one block, and what begins that where blocks can be
-        #: moved: None, and whether pins were in the way, where no range can be emptied.
+        #: moved: the answer to the writer; None while a few more victims may help.
         self.clearing: EmptiedRange | None = None
-        self.clear: Callable[[int, bytes, int], tuple[EmptiedRange | None, bool]] | None = None
+        self.clear: Callable[[int, bytes, int], Reservation | None] = lambda *block: None
         self.move_targets: dict[int, int] = {}  # offset -> size, of moves that are under way
         self.evicted = 0
         self.evicted_bytes = 0
@@ -128,8 +127,9 @@ class Extents:
                 if searched or clearing is not None:
                     break
                 searched = True
-                refusal = self._begin_clearing(owner, newcomer, size)
-                if refusal is not None:
+                # If no range is emptied after all, the next attempt is made with more free bytes.
+                holder.gave_up = newcomer.digest, self.allocator.available
+                if (refusal := self.clear(owner, newcomer.digest, size)) is not None:
                     return refusal
                 enough = self.allocator.available + size // _SEARCHES
             victim = self._victim_for(newcomer, now, last_used, wanted)
@@ -198,11 +198,36 @@ class Extents:
                 self.policy.add_candidate(victim)
                 return
             self.policy.evicting(victim, index.account)
-            if (offset := self.evict(victim, newcomer.size)) is None:
+            offsets = self._evict_run(victim, newcomer, now, -(-(within - made) // size))
+            if not offsets:
                 return
-            index.count(size)
-            made += size
-            yield offset
+            index.count(size * len(offsets))
+            made += size * len(offsets)
+            yield from offsets
+
+    def _evict_run(self, victim: Entry, newcomer: Entry, now: float, most: int) -> list[int]:
+        """As `evict`, and with it blocks above it that go next, each for one like `newcomer`."""
+        index, size, may_pass_on = victim.index, newcomer.size, self.allocator.may_pass_on
+
+        def may_go(one: Entry) -> bool:
+            free = one.state is State.STORED and not one.pins and may_pass_on(one.offset, size)
+            return free and one.children == 1 and not self._is_parent(one, newcomer)
+
+        run, alone = [victim], index.namespace.parts > 1 or self.index.on_leave is not None
+        if not alone and may_pass_on(victim.offset, size):
+            most = min(most, -(-self.steps_left // STEPS_OF_EVICTION))
+            run = self.policy.run_of(victim, may_go, now, most)
+        if len(run) == 1:
+            return [] if (offset := self.evict(victim, size)) is None else [offset]
+        for entry in run:
+            entry.state = _EVICTED
+            self.unlink(entry, inner=entry is not run[-1])
+        self.index.left_all(run, ReadStatus.EVICTED)
+        index.count(-self.allocator.rounded(size) * len(run))
+        self.steps_left -= STEPS_OF_EVICTION * len(run)
+        self.evicted += len(run)
+        self.evicted_bytes += sum([entry.size for entry in run])
+        return [entry.offset for entry in run]
 
     def evict(self, victim: Entry, size: int = 0) -> int | None:
         """Remove a block for one of `size` bytes, if any: the offset for that one, if it fits now.
@@ -221,20 +246,6 @@ class Extents:
         if passed_on is not None or not size:
             return passed_on
         return self.allocator.allocate(size)
-
-    def _begin_clearing(self, owner: int, newcomer: Entry, size: int) -> Reservation | None:
-        """Choose a range to empty, if there is one; None when a few more victims may help."""
-        # If the range cannot be emptied after all, the next attempt is made with more free bytes.
-        self.held.owner(owner).gave_up = newcomer.digest, self.allocator.available
-        if self.clear is None:
-            return None
-        self.clearing, pinned = self.clear(owner, newcomer.digest, size)
-        if self.clearing is not None:
-            return MAKING_ROOM
-        # Evicting does not help against pins: without this, a few pinned blocks between all others
-        # would let one large write empty the pool.
-        enough = pinned and self.allocator.available >= _FREE_MAX * size
-        return Reservation(WriteStatus.NO_SPACE) if enough else None
 
     def free(self, entry: Entry) -> None:
         del self.blocks_at[entry.offset]
@@ -325,12 +336,12 @@ class Extents:
         elif free:
             self.free(entry)
 
-    def unlink(self, entry: Entry) -> None:
-        """Leave the index; its parent may be evicted now."""
+    def unlink(self, entry: Entry, *, inner: bool = False) -> None:
+        """Leave the index; its parent may be evicted now, unless that leaves next (`inner`)."""
         index = entry.index
         self.policy.remove(entry)
         parent = index.unlink(entry)
-        if parent is not None:
+        if parent is not None and not inner:
             self.add_candidate(parent)
         if not index.blocks:
             self.index.drop_if_empty(index)

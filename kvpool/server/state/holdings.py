@@ -10,8 +10,7 @@ from typing import Final, NamedTuple
 from kvpool.errors import BadMessage
 from kvpool.server.state.entry import MOVER, UNLIMITED, Entry
 
-#: Bytes for which a connection may have blocks evicted before it has sealed any: this part of
-#: what all connections may reserve, and between these.
+#: Of `Budget.start`: this part of what all connections may reserve, and between these.
 _START_PART: Final = 16
 START: Final = 1 << 20
 _START_MAX: Final = 16 << 20
@@ -41,8 +40,7 @@ class Budget:
         """What a connection that holds `held` bytes may still take; nothing if that is below 1.
 
         The connections of one tenant, which hold `of_tenant` bytes together, may take only while
-        that is less than what is free: one greedy tenant gets half, two get a third each, and
-        however many there are, another one finds as much as each of them has.
+        that is less than what is free: however many are greedy, another one finds as much.
         """
         inside = self.inside.used if self.inside is not None else 0
         free = self.total - self.used - inside

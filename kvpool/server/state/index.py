@@ -115,8 +115,16 @@ class BlockIndex:
         self.count(entry, -1)
         if self.on_leave is not None and not self.on_leave(entry, event):
             return False
-        self.change_log.append_departure(entry, reason, self.tier)
+        self.change_log.append_departures([entry], reason, self.tier)
         return True
+
+    def left_all(self, entries: Sequence[Entry], reason: ReadStatus) -> None:
+        """Sealed blocks of one chain are here no more, and no other tier has them."""
+        digests = [entry.digest for entry in entries]
+        self.stored -= len(entries)
+        self.stored_bytes -= sum([entry.size for entry in entries])
+        self.fingerprint.count_all(digests, entries[0].index.seed, -1)
+        self.change_log.append_departures(entries, reason, self.tier)
 
     def count(self, entry: Entry, sign: int) -> None:
         """From the state itself, not from the log of changes: one that is missing is noticed."""

@@ -193,9 +193,8 @@ def _extents(memory: memoryview, offsets: Sequence[int], sizes: Sequence[int]) -
 def _borrowed(memory: list[memoryview], jobs: list[CopyJob] | None = None) -> Iterator[None]:
     """Release views of mapped memory at the end, also after an exception.
 
-    An exception keeps the frames that it passed, often until the next full garbage collection. As
-    long as such a frame refers to a view, the segment stays mapped, even if its server is dead
-    (design: turns).
+    An exception keeps the frames that it passed, often until the next full garbage collection, and
+    as long as one refers to a view the segment stays mapped (design: turns).
     """
     try:
         yield

@@ -52,10 +52,9 @@ _open: weakref.WeakSet[Stream] = weakref.WeakSet()
 def _detach_in_child() -> None:
     """In a forked child: close the child's copies of the parent's connections.
 
-    The kernel closes a connection when its last descriptor is closed. Without this, a child that
-    lives longer than its parent would keep the parent's pins and reservations alive. The descriptor
-    numbers stay in use (they refer to /dev/null), because the child's copies of the transports
-    still hold them and would otherwise close other files.
+    A child that outlives its parent would keep the parent's pins and reservations alive. The
+    descriptor numbers stay in use (they refer to /dev/null): the child's copies of the transports
+    still hold them, and would otherwise close other files.
     """
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for transport in filter(None, [stream._transport for stream in list(_open)]):
