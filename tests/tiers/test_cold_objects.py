@@ -427,9 +427,29 @@ class Flaky:
     async def put(self, name: str, data: bytes) -> None:
         await self.delete(name)
 
+    async def get(self, name: str, start: int, size: int) -> bytes:
+        await self.delete(name)
+        return bytes(size)
+
     async def listing(self, prefix: str) -> list[Listed]:
         await self.delete(prefix)
         return []
+
+
+async def test_a_tenant_that_reads_without_end_leaves_others_some_of_the_budget() -> None:
+    bucket = Bucket(cast(ObjectStore, Flaky()), requests=6000, hedge_s=9.0)  # 100 at once
+
+    async def reads(tenant: str) -> int:
+        asked = [bucket.read("any", 0, 1, tenant) for _ in range(100)]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return sum(isinstance(one, bytes) for one in answers)
+
+    counts = [await reads(tenant) for tenant in ("acme", "beta", "acme", "gamma", "")]
+    assert 45 <= counts[0] <= 55
+    assert counts[1] >= 20
+    assert counts[2] < 10
+    assert counts[3] >= 10
+    assert counts[4] >= 10  # the pool itself has what is left
 
 
 async def test_a_sign_of_life_is_sent_to_a_store_that_is_left_alone() -> None:

@@ -8,6 +8,7 @@ all the same: servers that came back at different times would take one another f
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, TypeVar
@@ -16,6 +17,8 @@ from kvpool import logs
 from kvpool.backoff import Backoff
 from kvpool.errors import Unavailable
 from kvpool.protocols.cold_tier import Gone, Listed, ObjectStore
+from kvpool.shares import Recent
+from kvpool.tenant_names import TENANTS_MAX
 
 log = logs.get("kvpool.cold")
 
@@ -46,15 +49,39 @@ class Busy(Unavailable):
     """Our own limit, not the store: the budget is used up, or the store is left alone."""
 
 
+class _Budget:
+    """So many requests an hour; 0: no limit."""
+
+    def __init__(self, requests: int) -> None:
+        self._rate = requests / 3600
+        self._tokens = self._tokens_max = max(1.0, self._rate * _BURST_S)
+        self._refilled_at = 0.0
+        #: By tenant: what its readers used lately, forgotten by and by, and when that was counted.
+        self._used: Recent[str, tuple[float, float]] = Recent(2 * TENANTS_MAX)
+
+    def take(self, left: float, tenant: str, now: float) -> bool:
+        """Take one, if this part of all is left then, and as much as the tenant has used lately."""
+        if not self._rate:
+            return True
+        more = (now - self._refilled_at) * self._rate
+        self._tokens, self._refilled_at = min(self._tokens_max, self._tokens + more), now
+        used, at = self._used.get("", tenant) or (0.0, now)
+        used = used * math.exp((at - now) / _BURST_S) if tenant else 0.0
+        if self._tokens < max(1 + left * (self._tokens_max - 1), used):
+            return False
+        self._tokens -= 1
+        if tenant:
+            self._used.put("", tenant, (used + 1, now))
+        return True
+
+
 class Bucket:
     """The requests of one server."""
 
     def __init__(self, remote: ObjectStore, *, requests: int, hedge_s: float) -> None:
         """`requests`: so many in an hour, 0 for no limit."""
         self._remote = remote
-        self._rate = requests / 3600
-        self._tokens = self._tokens_max = max(1.0, self._rate * _BURST_S)
-        self._refilled_at = 0.0
+        self._budget = _Budget(requests)
         self._hedge_s = hedge_s
         self._backoff = Backoff(_PAUSE_S, _PAUSE_MAX_S)
         self._failures = 0  # in a row
@@ -90,19 +117,23 @@ class Bucket:
     async def delete(self, name: str) -> None:
         await self._call(lambda: self._remote.delete(name), REQUEST_S)
 
-    async def read(self, name: str, start: int, size: int) -> bytes | memoryview:
-        """Of a block for which a reader waits: asked for once more after `hedge_s`."""
+    async def read(self, name: str, start: int, size: int, tenant: str = "") -> bytes | memoryview:
+        """Of a block for which a reader waits: asked for once more after `hedge_s`.
+
+        Readers of a tenant leave as much of the budget as they have used lately: so one alone gets
+        nearly all that comes in, and of n greedy ones none keeps the budget empty for another.
+        """
 
         def ask() -> Coroutine[Any, Any, bytes | memoryview]:
             return self._remote.get(name, start, size)
 
-        return await self._call(lambda: self._hedged(ask), REQUEST_S, _READ)
+        return await self._call(lambda: self._hedged(ask, tenant), REQUEST_S, _READ, tenant)
 
-    async def _hedged(self, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+    async def _hedged(self, ask: Callable[[], Coroutine[Any, Any, _T]], tenant: str) -> _T:
         tasks = {asyncio.create_task(ask())}
         try:
             done, _ = await asyncio.wait(tasks, timeout=self._hedge_s)
-            if not done and self._take(_READ):
+            if not done and self._take(_READ, tenant):
                 self.counters["cold_hedged"] += 1
                 tasks.add(asyncio.create_task(ask()))
             while True:
@@ -118,7 +149,11 @@ class Bucket:
     # --- limits ------------------------------------------------------------------------------
 
     async def _call(
-        self, ask: Callable[[], Awaitable[_T]], within_s: float, left: float = _BACKGROUND
+        self,
+        ask: Callable[[], Awaitable[_T]],
+        within_s: float,
+        left: float = _BACKGROUND,
+        tenant: str = "",
     ) -> _T:
         now = _now()
         if now < self._left_alone_until and left is not _SIGN:
@@ -126,7 +161,7 @@ class Bucket:
         tries = self._failures >= _FAILURES_MAX
         if tries and left in self._trying:
             raise Busy(f"it is tried again: {self.problem}")
-        if not self._take(left):
+        if not self._take(left, tenant):
             self.counters["cold_over_budget"] += 1
             self._say("over the budget of requests")
             raise Busy("the budget of requests is used up (setting requests)")
@@ -151,19 +186,11 @@ class Bucket:
             self._worked()
         return answer
 
-    def _take(self, left: float) -> bool:
+    def _take(self, left: float, tenant: str = "") -> bool:
         """Whether one more request is within the budget."""
-        self.counters["cold_requests"] += 1
-        if not self._rate:
-            return True
-        now = _now()
-        more = (now - self._refilled_at) * self._rate
-        self._tokens, self._refilled_at = min(self._tokens_max, self._tokens + more), now
-        if self._tokens < 1 + left * (self._tokens_max - 1):
-            self.counters["cold_requests"] -= 1
-            return False
-        self._tokens -= 1
-        return True
+        taken = self._budget.take(left, tenant, _now())
+        self.counters["cold_requests"] += taken
+        return taken
 
     def _failed(self, why: str, *, puts_off: bool) -> None:
         self.counters["cold_failures"] += 1

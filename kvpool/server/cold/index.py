@@ -17,6 +17,7 @@ from kvpool.server.cold.state.format import TAG_SIZE, ColdBlock, Damaged, Object
 from kvpool.server.context import ServerContext
 from kvpool.server.state.extent_state import State
 from kvpool.server.state.tier_stores import SPAN, ColdStore
+from kvpool.tenant_names import tenant_of
 from kvpool.threads import in_thread
 from kvpool.types import ReadStatus
 
@@ -59,7 +60,8 @@ class ColdIndex:
         position, size = address % SPAN, entry.size
         hidden = size + one.tail.encrypted * TAG_SIZE
         try:
-            data = await self.bucket.read(one.name, position, hidden)
+            tenant = tenant_of(entry.index.namespace.name)
+            data = await self.bucket.read(one.name, position, hidden, tenant)
         except Gone:
             one.gone = True
             self.book.look_at(one)
