@@ -325,6 +325,7 @@ def work_of(
         "stats of a heartbeat": lambda: server.stats(now()),
         "longest step of an inventory": lambda: longest_step(stack.inventory_steps()),
         "the next victim": lambda: [policy.victim_age(now())],
+        "the next useless one": lambda: policy.next_useless(lambda entry: False),
         "longest step of /metrics": lambda: longest_step(cast(Any, pages["/metrics"]).steps()),
     }
 
