@@ -72,7 +72,6 @@ MEMORY_TIER: Final = "dram"
 MEMORY_TIERS: Final = ("hbm", MEMORY_TIER)
 #: Servers that one block may be written to by one call.
 COPIES_MAX: Final = 16
-SCORED_HOSTS_MAX: Final = 1024  # that one call of `Pool.score` compares
 #: Characters of a session's name.
 SESSION_NAME_MAX: Final = 128
 #: Of its memory a full server uses so much; the rest is for writes until others take some blocks.
@@ -136,7 +135,16 @@ class BlockKey(NamedTuple):
         return f"{self.digest.hex()[:12]}{part}"
 
 
-class ReadStatus(enum.IntEnum):
+class Status(enum.IntEnum):
+    """What came of a block."""
+
+    @property
+    def label(self) -> str:
+        """The name in lower-case words for tables and logs: `never written`."""
+        return self.name.lower().replace("_", " ")
+
+
+class ReadStatus(Status):
     """The outcome of one block of a match or read: `HIT`, or the reason of the miss."""
 
     HIT = 0
@@ -158,13 +166,11 @@ class ReadStatus(enum.IntEnum):
     PART_MISSING = 8
     #: No master answered, so the client could not look up where the block is.
     NO_MASTER = 9
-    #: The server refused for load: too many pending requests, or the memory that `read_view` may
-    #: pin at a time is used up; `read` copies such a block.
+    #: The server refused for load: too many requests, or views pin all the memory that they may.
     REFUSED = 10
     #: The caller's buffer is smaller than the block. The client raises `BadBuffer` for it.
     BUFFER_TOO_SMALL = 11
-    #: The server is copying the block up from a slow tier, or readers have pinned as much as they
-    #: may: ask again. Never a final answer.
+    #: It comes up from a slow tier, or readers have pinned what they may. Never a final answer.
     NOT_YET = 12
     #: It could not be read from the tier that it lay in, or that tier is out of service.
     TIER_LOST = 13
@@ -174,13 +180,8 @@ class ReadStatus(enum.IntEnum):
         """True for HIT alone: the block's bytes are in the caller's buffer."""
         return self is ReadStatus.HIT
 
-    @property
-    def label(self) -> str:
-        """The name in lower-case words for tables and logs: `never written`."""
-        return self.name.lower().replace("_", " ")
 
-
-class WriteStatus(enum.IntEnum):
+class WriteStatus(Status):
     """The outcome of one block of a write."""
 
     #: Sealed, checksummed, visible.
@@ -189,13 +190,11 @@ class WriteStatus(enum.IntEnum):
     ALREADY_STORED = 1
     #: Another writer has reserved the block and will seal or cancel it.
     IN_PROGRESS = 2
-    #: No server could free enough space by the deadline, or there is none that takes blocks: none
-    #: has registered, or all are lost or draining.
+    #: No server could free enough space by the deadline, or all are lost or draining.
     NO_SPACE = 3
     #: Space is reserved; the bytes have not arrived. Never a final answer.
     RESERVED = 4
-    #: The deadline passed before the server had sealed the block. It is stored all the same if its
-    #: last bytes were on their way.
+    #: The deadline passed before it was sealed. It is stored if its last bytes were on their way.
     DEADLINE = 5
     #: The connection to the server broke during the write, with the same uncertainty.
     SERVER_LOST = 6
@@ -206,12 +205,11 @@ class WriteStatus(enum.IntEnum):
     #: The server's policy ranks every block that it stores above this one, and refused it at once.
     #: Waiting would not help (design: eviction).
     BYPASSED = 9
-    #: Blocks that this write has reserved must be sealed first, because it has reserved as much as
-    #: it may, or so that they can be demoted: ask again for this block then. Never a final answer
-    #: (design: budgets, tiers).
+    #: Blocks that this write has reserved must be sealed first: ask again then. Never a final
+    #: answer (design: budgets, tiers).
     NOT_YET = 10
-    #: The server refused for load: it has as many connections as it may, or has ended one that
-    #: moved no byte while others waited for memory; or this client's tenant writes above its rate.
+    #: The server refused for load: too many connections, or one that moved no byte while others
+    #: waited for memory; or this client's tenant writes above its rate.
     REFUSED = 11
 
     @property
@@ -219,17 +217,12 @@ class WriteStatus(enum.IntEnum):
         """True when the pool holds the block now, from this write or from an earlier one."""
         return self in (WriteStatus.STORED, WriteStatus.ALREADY_STORED)
 
-    @property
-    def label(self) -> str:
-        """The name in lower-case words for tables and logs: `already stored`."""
-        return self.name.lower().replace("_", " ")
 
-
-class MoveStatus(enum.IntEnum):
+class MoveStatus(Status):
     """How far bringing a block to another place is, from best to worst (design: moves).
 
-    Of a block that a server was asked to fetch from another, of one that is prefetched into memory
-    (design: promotion), and of the blocks of a server that leaves, all together.
+    Of a block that a server fetches from another or prefetches into memory, and of all blocks of a
+    server that leaves.
     """
 
     #: It was moved. Every living master knows of it; of a drain, all that it had.
@@ -256,17 +249,11 @@ class MoveStatus(enum.IntEnum):
         """True when the block is there now."""
         return self in (MoveStatus.DONE, MoveStatus.HERE)
 
-    @property
-    def label(self) -> str:
-        """The name in lower-case words for tables and logs: `no room`."""
-        return self.name.lower().replace("_", " ")
-
 
 class Cluster(NamedTuple):
     """The cluster that a process belongs to. Processes of other clusters are refused.
 
-    With a secret, each peer must prove that it knows the secret (design: authentication). The
-    secret is never printed.
+    With a secret, each peer must prove that it knows it (design: authentication); never printed.
 
     For a client of one tenant, `tenant` is its name, `secret` that of the tenant, and `fingerprint`
     the hash of the masters' certificate, which it cannot make from a secret that is not the
@@ -288,9 +275,8 @@ class SessionReport(NamedTuple):
 
     `hints` has the last hint of each kind: its age in seconds, and `resume_in` (None: the session
     ends; ARRIVED: its prompt waits). `servers` has each server with blocks of the session that has
-    answered: its name, whether it follows the last hint as it was given, and the age of that. Not,
-    or in part only: the time is too far off, or the budget for hints is used up, or it came too
-    late, or the session has too many branches.
+    answered: its name, whether it follows the last hint as it was given (not if that came too late
+    or is too far ahead, the budget is used up, or there are too many branches), and its age.
     """
 
     hints: list[tuple[float, float | None]]
@@ -301,12 +287,19 @@ class SessionReport(NamedTuple):
 ARRIVED: Final = 0.0
 
 
+class ChainEnd(msgspec.Struct, frozen=True, array_like=True):
+    """The last block of a chain: what a hint is about where no session is known."""
+
+    namespace: Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
+    parts: Annotated[int, Meta(ge=1, le=256)]
+    digest: Annotated[bytes, Meta(max_length=DIGEST_SIZE_MAX)]
+
+
 class SessionHint(NamedTuple):
     """The session of a write and, if known, the seconds until its next prompt (`resume_in`).
 
-    A session is one conversation. Two conversations that continue the same history in parallel are
-    two sessions: if one session branches, its older branch is evicted first
-    (design: session-hints).
+    A session is one conversation: of one that branches, the older branch is evicted first, so two
+    that continue the same history in parallel are two sessions (design: session-hints).
     """
 
     session: str
@@ -413,8 +406,7 @@ class HostScore(NamedTuple):
 
     Of the blocks that the pool has from the head of the chain on, `near` lie on that host with all
     parts and `far` on others; `near_tiers` and `far_tiers` count the same blocks by tier, as in
-    `Presence`. `size` is bytes and an estimate, `seconds` the time to load them. `measured`: every
-    rate behind `seconds` was measured, none assumed.
+    `Presence`. `size` is estimated bytes, `seconds` the time to load them: `measured`, or assumed.
     """
 
     host: str

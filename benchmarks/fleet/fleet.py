@@ -181,7 +181,10 @@ class Fleet:
     def _route(self, prompt: Prompt) -> None:
         engine = self._choose(prompt, self._engines)
         engine.add(prompt)
-        self._repeat_arrival(prompt)
+        if self._options.hints & Hints.ARRIVAL:
+            self._repeat_arrival(prompt)
+        elif self._memory is not None and not prompt.began_at:
+            self._memory.looked_up(prompt.engine, prompt.chain, prompt.namespace)
 
     def _prefilled(self, prompt: Prompt) -> None:
         if self._options.admit and prompt.session >= 0:

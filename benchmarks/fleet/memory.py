@@ -21,7 +21,7 @@ from benchmarks.fleet.loads import DiskRead, PoolLoad
 from benchmarks.fleet.results import MovedBytes
 from benchmarks.fleet.spreads import ChainSpread, ServerLinks
 from kvpool.tools.dry_pool import DryPool, ServerRun
-from kvpool.types import ARRIVED, Match, Namespace, ReadStatus, SessionHint
+from kvpool.types import ARRIVED, ChainEnd, Match, Namespace, ReadStatus, SessionHint
 
 
 class FleetMemory:
@@ -284,6 +284,14 @@ class FleetMemory:
     def arrived(self, engine: int, session: str, now: float) -> None:
         """A prompt of this session waits at that engine."""
         self._pool(engine).hint(session, ARRIVED, now)
+
+    def looked_up(self, engine: int, chain: Sequence[bytes], namespace: Namespace) -> None:
+        """A prompt of which no session is known waits at that engine."""
+        pool = self._pool(engine)
+        found = pool.match(chain, namespace).length
+        if found:
+            end = ChainEnd(namespace.name, namespace.parts, chain[found - 1])
+            pool.hint(end, ARRIVED, self._events.now)
 
     def resumes(self, engine: int, session: str, in_s: float, now: float) -> None:
         """That engine expects the session's next prompt then."""

@@ -47,7 +47,7 @@ async def match(
     namespace: Namespace,
     chain: Sequence[bytes],
     deadline: float,
-    session: str = "",
+    session: str | None = "",
     *,
     known: KnownSpans,
     observes: bool = False,
@@ -71,7 +71,7 @@ async def match(
             batch = _runs(found, at, count, page.spans_before)
         except Unavailable:
             return Match(tuple(runs), at, ReadStatus.NO_MASTER)
-        session = ""  # it has arrived
+        session = session and ""  # it has arrived; without a name, where the last page ends
         reached = batch[-1].last + 1 if batch else at
         if runs and batch and runs[-1].replicas == batch[0].replicas:
             batch[0] = batch[0]._replace(first=runs.pop().first)
@@ -98,7 +98,7 @@ class _Page:
         self._unknown = False  # the last answer ended at a mark
         self._was_unknown = False  # an earlier one did
 
-    def question(self, at: int, session: str, observes: bool) -> tuple[wire.Find, int]:
+    def question(self, at: int, session: str | None, observes: bool) -> tuple[wire.Find, int]:
         """About the blocks from position `at` on; and how many they are."""
         first, size = at // spans.SPAN_BLOCKS, self._size
         where = self._namespace.name, self._namespace.parts, size

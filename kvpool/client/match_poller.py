@@ -85,7 +85,7 @@ class MatchPoller:
     ) -> None:
         """Look chains up, one or more, under a key that no other running lookup has.
 
-        With a `session`, a prompt of that conversation has arrived, as in `Pool.match`.
+        A prompt has arrived, of that `session` as in `Pool.match`, or of one that nobody names.
         Raises BadKey as `Pool.match` does, UsageError for a key or a number of chains that is not
         valid, Overloaded when too many lookups run already, and Closed.
         """
@@ -106,7 +106,7 @@ class MatchPoller:
         self._lookups[key] = lookup = _Lookup(key, [None] * len(chains))
         try:
             for number, (namespace, chain) in enumerate(chains):
-                arrived = "" if number else session
+                arrived = ("" if number else session) if session else None
                 asking = match(_HAND, namespace, chain, deadline, arrived, known=self._known)
                 self._go_on(_Chain(lookup, number, asking, deadline), None, now)
         except BaseException:

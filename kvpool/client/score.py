@@ -11,7 +11,10 @@ from kvpool.client.checks import check_whole
 from kvpool.client.extension import ClientExtension, ClientParts
 from kvpool.client.load_estimate import LoadEstimate
 from kvpool.errors import MasterLost, UsageError
-from kvpool.types import BLOCK_SIZE_MAX, SCORED_HOSTS_MAX, HostScore, Member, Namespace, ReadStatus
+from kvpool.types import BLOCK_SIZE_MAX, HostScore, Member, Namespace, ReadStatus
+
+#: That one call of `Pool.score` compares.
+SCORED_HOSTS_MAX: Final = 1024
 
 #: What servers report is asked for again after so many seconds.
 _MEMBERS_S: Final = 2.0

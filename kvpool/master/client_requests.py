@@ -33,8 +33,7 @@ class ClientRequests:
         self._demand: NoDemand = resolve_name(DEMANDS[-1])(directory)
         #: Servers may be alive whose blocks are not in the map.
         self.partial = True
-        #: Matches of clients by what ended them: the reason of the first miss, or `hit`; and the
-        #: blocks that were asked for and found.
+        #: Matches by what ended them, the first miss or `hit`; blocks asked for, and found.
         self.matches: Counter[ReadStatus] = Counter()
         self.asked_blocks = 0
         self.found_blocks = 0
@@ -60,6 +59,8 @@ class ClientRequests:
         if m.session:
             self._hints.asked(m.session)
         match = self._directory.match_chain(namespace, chain)
+        if m.session is None:
+            self._hints.found(namespace, chain, match)
         missed = {} if match.stopped in (None, ReadStatus.HIT) else {match.length: match.stopped}
         if not m.observes:
             self._demand.asked_chain(namespace, chain, self.now(), behind)

@@ -55,6 +55,9 @@ class NoHints:
     def asked(self, session: str) -> None:
         """A client asks for blocks for a prompt of this session."""
 
+    def found(self, namespace: Namespace, chain: MarkedChain, match: ChainMatch) -> None:
+        """The same for a prompt whose session nobody knows, and what was found of it."""
+
     def heard(self, m: wire.Heartbeat) -> tuple[list[wire.WireHint], int]:
         """From a server that lives: the hints that it has not heard, and the number of the last."""
         return [], m.hints_heard

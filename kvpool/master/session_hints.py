@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 from kvpool.errors import BadMessage
 from kvpool.master.extension import Handlers, NoHints
+from kvpool.master.state.directory import ChainMatch
 from kvpool.master.state.hint_log import HintLog
 from kvpool.protocols import Caller
-from kvpool.types import ARRIVED
+from kvpool.spans import SPAN_BLOCKS, MarkedChain
+from kvpool.types import ARRIVED, SESSION_NAME_MAX, ChainEnd, Namespace
 from kvpool.wire import messages as wire
 from kvpool.wire.hints import ExplainSession, Hint, SessionExplained
 
@@ -37,19 +39,32 @@ class SessionHints(NoHints):
         """Its prompt is here, and waits."""
         self._add(session, ARRIVED)
 
+    def found(self, namespace: Namespace, chain: MarkedChain, match: ChainMatch) -> None:
+        """It waits for these blocks, of which the last one names it: a chain that goes on from
+        another one is its session.
+
+        Servers pass over the end of a page inside of a chain. Nothing is told of a block without a
+        key here; nor of a long name, so that an answer with `HINTS_MAX` hints fits into a message.
+        """
+        name, last = namespace.name, match.length - 1
+        known = match.stopped is not None and last >= chain.unsent * SPAN_BLOCKS
+        if known and len(name) <= SESSION_NAME_MAX:
+            (digest,) = chain.digests(last, last + 1)
+            self._log.add(ChainEnd(name, namespace.parts, digest), ARRIVED, self._now())
+
     def heard(self, m: wire.Heartbeat) -> tuple[list[wire.WireHint], int]:
         now = self._now()
         for session, followed in m.hint_answers:
             self._log.answered(m.server, session, followed, now)
         hints, last = self._log.since(m.hints_heard, wire.HINTS_MAX)
         return [
-            (hint.session, max(0.0, now - hint.received_at), hint.resume_in) for hint in hints
+            (hint.subject, max(0.0, now - hint.received_at), hint.resume_in) for hint in hints
         ], last
 
     def latest(self, count: int) -> list[tuple[str, float | None, float]]:
         now = self._now()
         return [
-            (hint.session, hint.resume_in, max(0.0, now - hint.received_at))
+            (str(hint.subject), hint.resume_in, max(0.0, now - hint.received_at))
             for hint in self._log.latest(count)
         ]
 

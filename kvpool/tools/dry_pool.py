@@ -42,6 +42,7 @@ from kvpool.server.state.tiered_store import TieredStore
 from kvpool.tools.traces import Request
 from kvpool.types import (
     ROOT,
+    ChainEnd,
     Match,
     MoveStatus,
     Namespace,
@@ -308,10 +309,10 @@ class DryPool:
         self.announce(name)
         return statuses
 
-    def hint(self, session: str, resume_in_s: float | None, now: float) -> None:
+    def hint(self, subject: str | ChainEnd, resume_in_s: float | None, now: float) -> None:
         """The next prompt of this session is expected then; None: it has ended; ARRIVED: its
-        prompt waits."""
-        self._hints.add(session, resume_in_s, now)
+        prompt waits, which may be of no session."""
+        self._hints.add(subject, resume_in_s, now)
 
     def lose(self, name: str) -> None:
         """This server is gone with its blocks, and does not come back."""
@@ -372,7 +373,7 @@ class DryPool:
             hints, server.heard = self._hints.since(server.heard, _HINTS_MAX)
             for hint in hints:
                 age_s = max(0.0, due - hint.received_at)
-                server.store.hint(hint.session, hint.resume_in, due, age_s=age_s)
+                server.store.hint(hint.subject, hint.resume_in, due, age_s=age_s)
 
     def lose_each(self, following: Iterable[Request]) -> None:
         """Record what the loss of each server, one at a time, would leave of living prefixes.

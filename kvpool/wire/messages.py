@@ -40,6 +40,7 @@ from kvpool.types import (
     ROOT,
     SESSION_NAME_MAX,
     TEXT_MAX,
+    ChainEnd,
     Count,
     Member,
     Name,
@@ -74,7 +75,7 @@ Hash64 = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 Marks = Annotated[bytes, Meta(max_length=SPANS_MAX * MARK_SIZE)]
 SessionName = Annotated[str, Meta(max_length=SESSION_NAME_MAX)]
 #: A session, the age of the hint, and when it resumes after it was given; None: it has ended.
-WireHint = tuple[SessionName, Seconds, Seconds | None]
+WireHint = tuple[SessionName | ChainEnd, Seconds, Seconds | None]
 #: A session, and whether a server follows the last hint about it as it was given.
 WireHintAnswer = tuple[SessionName, bool]
 NamespaceName = Annotated[str, Meta(max_length=512)]
@@ -377,8 +378,8 @@ WireRun = tuple[Count, Count, Annotated[list[WireReplica], Meta(max_length=4096)
 class Find(Keys, frozen=True, omit_defaults=True):
     """Where blocks are. With `prefix` the answer ends at the first miss: a match.
 
-    With a `session`, a prompt of that session has arrived: as `Hint` with a `resume_s` of 0. Who
-    only `observes` does not want the blocks: the question is no demand.
+    With a `session`, a prompt of it has arrived, as `Hint` with a `resume_s` of 0; None: of no
+    known session. Who only `observes` does not want the blocks: the question is no demand.
 
     Of a match not all keys need be sent (design: match): `before` are marks of spans in front of
     the keys, 8 bytes each, `behind` those of the spans that follow the keys: these are not looked
@@ -386,7 +387,7 @@ class Find(Keys, frozen=True, omit_defaults=True):
     """
 
     prefix: bool
-    session: SessionName = ""
+    session: SessionName | None = ""
     observes: bool = False
     before: Marks = b""
     behind: Marks = b""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
-from kvpool import Pool, dev
+from kvpool import ClientConfig, Cluster, MatchPoller, Pool, dev
+from kvpool.client.match_poller import PolledMatches
 from kvpool.protocols import ReserveRequest
 from kvpool.server.eviction.lease import Lease
 from kvpool.server.eviction.session_announcements import WAIT_S, WAIT_S_MAX
@@ -15,7 +17,7 @@ from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ARRIVED, ROOT, ReadStatus, SessionHint, WriteStatus
+from kvpool.types import ARRIVED, ROOT, ChainEnd, Namespace, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.server.test_session_hints import Books
 from tests.support.stores import ONE, PAGE, TWO
@@ -276,6 +278,80 @@ def test_sessions_without_blocks_are_remembered_for_a_while_only(
     assert policy._pauses._total == 3
 
 
+# --- prompts without a session -----------------------------------------------------------
+
+
+def wait_for(books: Books, chain: list[bytes], namespace: Namespace = ONE) -> None:
+    """A prompt of no session has found this chain, and waits."""
+    books.now += 1.0
+    end = ChainEnd(namespace.name, namespace.parts, chain[-1])
+    assert books.store.hint(end, ARRIVED, books.now) is None
+    check_invariants(books.store)
+
+
+@pytest.mark.parametrize("ends", ["not", "read", "continued", "written again", "lapsed"])
+def test_a_prompt_that_waits_keeps_what_it_has_found(ends: str) -> None:
+    books, found = Books(20), keys("found", 6)
+    found = keys("found", 6)
+    books.write("", found)
+    wait_for(books, found)
+    assert waiting(books) == 1
+    books.fill(20)
+    assert books.here(found) == 6
+    match ends:
+        case "read":
+            books.read(found)
+        case "continued":
+            books.write("", keys("answer", 1), parent=found[-1])
+        case "written again":
+            books.write("", found)
+        case "lapsed":
+            books.now += 120.0
+    books.fill(20)
+    assert books.here(found) == (6 if ends == "not" else 0)
+    assert waiting(books) == (ends == "not")
+
+
+def test_each_part_of_it_stays(books: Books) -> None:
+    found = keys("found", 2)
+    for part in range(2):
+        books.write("", found, namespace=TWO, part=part)
+    wait_for(books, found, TWO)
+    books.fill(20)
+    assert books.here(found, TWO) == 2
+
+
+def test_prompts_that_wait_refuse_nothing() -> None:
+    """If they wait for all that there is, the one that came last is the first to lose."""
+    books, chains = Books(18), [keys(f"{number}", 6) for number in range(3)]
+    for chain in chains:
+        books.write("", chain)
+        wait_for(books, chain)
+    books.fill(4)
+    assert [books.here(chain) for chain in chains] == [6, 6, 2]
+
+
+def test_an_arrival_that_is_heard_late_or_of_what_has_left_keeps_nothing(books: Books) -> None:
+    found, shared = keys("found", 4), keys("shared", 2)
+    books.write("", shared)
+    books.write("", found, parent=shared[-1])
+    late = ChainEnd(ONE.name, 1, found[-1])
+    books.store.hint(late, ARRIVED, books.now + 5.0, age_s=6.0)  # it was read since
+    books.store.hint(late, ARRIVED, books.now + 200.0, age_s=120.0)
+    wait_for(books, keys("unknown", 3))
+    wait_for(books, shared)  # which others keep
+    assert waiting(books) == 0
+
+
+def test_of_a_session_that_is_known_the_prompt_waits(books: Books) -> None:
+    chat = keys("chat", 6)
+    books.write("chat", chat)
+    wait_for(books, chat)
+    books.fill(20)
+    assert books.here(chat) == 6
+    assert waiting(books) == 1
+
+
 # --- on its way --------------------------------------------------------------------------
 
 
@@ -294,3 +370,24 @@ async def test_a_match_with_a_session_reaches_the_servers(pool: Pool, pool_dev: 
     await asyncio.sleep(0.15)
     assert await pool.session("agent").arrived() is True
     await eventually(lambda: server.store.extents.policy.figures["waiting_sessions"] == 1)
+
+
+async def test_a_lookup_without_a_session_reaches_them(pool: Pool, pool_dev: dev.Dev) -> None:
+    """Of what a chain of two pages found, its last block waits."""
+    (server,) = pool_dev.servers
+    chain, size = keys("chain", 600), 64
+    for at in range(0, len(chain), 100):
+        parent = chain[at - 1] if at else ROOT
+        blocks = values(chain[at : at + 100], size)
+        await pool.write(NAMESPACE, chain[at : at + 100], blocks, parent=parent)
+    await asyncio.sleep(0.15)
+    config, ended = ClientConfig(masters=[pool_dev.address]), list[PolledMatches]()
+    with contextlib.closing(MatchPoller(config, Cluster())) as poller:
+        for asked, found in ((keys("new", 3), 0), (chain, 600), (chain + keys("next", 2), 600)):
+            poller.start(found, [(NAMESPACE, asked)])
+            await eventually(lambda: ended.extend(poller.poll()) or ended)
+            assert ended.pop().matches[0].length == found
+            assert bool(pool_dev.master.hints.last) == bool(found)
+    await eventually(lambda: server.store.extents.policy.figures["waiting_sessions"] == 1)
+    await pool.read(NAMESPACE, chain[-100:], [bytearray(size) for _ in range(100)])
+    assert server.store.extents.policy.figures["waiting_sessions"] == 0

@@ -402,7 +402,7 @@ def test_each_server_hears_of_each_hint_once_and_in_order() -> None:
         assert log.add(f"{number}", 1.0, 0.0) is True
     first, heard = log.since(0, 3)
     rest, end = log.since(heard, 3)
-    assert [hint.session for hint in (*first, *rest)] == list("01234")
+    assert [hint.subject for hint in (*first, *rest)] == list("01234")
     assert log.since(end, 3) == ([], 5)
     assert log.since(900, 3) == ([], 5)
 
@@ -412,7 +412,7 @@ def test_the_ring_is_bounded_and_keeps_what_nobody_can_have_heard_yet() -> None:
     told = [log.add(f"{number}", None, 0.0) for number in range(6)]
     assert told == [True] * 4 + [False] * 2
     assert log.add("later", None, 10.0) is True
-    assert [hint.session for hint in log.since(0, 9)[0]] == ["1", "2", "3", "later"]
+    assert [hint.subject for hint in log.since(0, 9)[0]] == ["1", "2", "3", "later"]
 
 
 def test_what_came_of_a_hint_is_known_for_a_bounded_number_of_sessions() -> None:

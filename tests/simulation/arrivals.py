@@ -79,6 +79,8 @@ class ArrivalOracle:
         if entry.session is None:
             return
         name = entry.session.name
+        if not name and last:
+            self._fail(f"arrivals: a prompt waits for {entry!r}, which was read")
         self._used[name] = int(now * 1e6)
         if last and not entry.children:
             self._drop(name)

@@ -35,7 +35,16 @@ from kvpool.server.state.holdings import ConnectionHoldings
 from kvpool.server.state.prefetches import HOLD_S
 from kvpool.server.state.store import Store
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ARRIVED, ROOT, Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import (
+    ARRIVED,
+    ROOT,
+    ChainEnd,
+    Namespace,
+    Pin,
+    ReadStatus,
+    Reservation,
+    WriteStatus,
+)
 from tests.simulation.arrivals import ArrivalOracle
 from tests.simulation.blocks import values
 from tests.simulation.memory import SimTier
@@ -403,17 +412,20 @@ class WatchedStore(Store):
         return False
 
     def hint(
-        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
+        self, subject: str | ChainEnd, resume_in: float | None, now: float, *, age_s: float = 0.0
     ) -> bool | None:
         arrivals = self.arrivals
-        if arrivals is not None and resume_in is None:
-            arrivals.ended(name, now)
-        elif arrivals is not None and resume_in is not None and resume_in != ARRIVED:
-            arrivals.expected(name, resume_in, now)
-        status = super().hint(name, resume_in, now, age_s=age_s)
-        if resume_in == ARRIVED:
+        if arrivals is not None and isinstance(subject, str):
+            if resume_in is None:
+                arrivals.ended(subject, now)
+            elif resume_in != ARRIVED:
+                arrivals.expected(subject, resume_in, now)
+        status = super().hint(subject, resume_in, now, age_s=age_s)
+        if not isinstance(subject, str):
+            self.truth.probes.add("a prompt without a session waited")
+        elif resume_in == ARRIVED:
             if arrivals is not None:
-                arrivals.arrived(name, now, age_s)
+                arrivals.arrived(subject, now, age_s)
             self.inspect_now_and_then()
         return status
 

@@ -607,6 +607,9 @@ BUGS: Sequence[Bug] = read(
 @@ late-arrivals-are-believed  advice  kvpool.server.eviction.session_announcements  seed 4
 -        came = now - age_s
 +        came = now
+@@ who-waits-without-a-session-is-never-served  advice  kvpool.server.eviction.session_hints  seed 5
+-        if session is not None and not self.end_wait(entry) and not entry.children:
++        if session is not None and not entry.children:
 @@ arrivals-have-no-budget  G9  kvpool.server.eviction.session_announcements  seed 5
 -return self.bytes > self.budget
 +return self.bytes > 2 * self.budget

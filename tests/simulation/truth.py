@@ -13,6 +13,7 @@ PROBES: Final = (
     "a chain began away from what it shares",
     "made room by evicting",
     "room was made while a session's prompt waited",
+    "a prompt without a session waited",
     "a block was moved to make room",
     "a circle of parents was cut",
     "a circle of parents in a file was cut",

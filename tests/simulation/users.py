@@ -57,6 +57,11 @@ _NO_ANSWER: Final = (
 )
 
 
+def _named(chain: Sequence[bytes]) -> bool:
+    """Whether clients say of which conversation it is."""
+    return chain[0][0] % 3 != 0
+
+
 class SimClient:
     """A client of the cluster. After a kill, a new process continues its operations."""
 
@@ -223,7 +228,12 @@ class SimClient:
         """A prompt arrives, waits in a queue, and is served; sometimes it is given up."""
         namespace, chain = self._chain()
         session = self._session(chain)
-        match = await self.pool.match(namespace, chain, session=session, timeout=self._timeout_s)
+        if _named(chain):
+            call = self.pool.match(namespace, chain, session=session, timeout=self._timeout_s)
+        else:  # as a connector looks up what no client names
+            deadline = self._world.loop.time() + self._timeout_s
+            call = self.pool._context.lookup.match(namespace, chain, deadline, None)
+        match = await call
         for _ in range(self._rng.choice([0, 0, 1, 3])):
             await asyncio.sleep(self._rng.choice([0.05, 1.0, 2.0]))
             if self._rng.random() < 0.3:
@@ -383,6 +393,7 @@ class SimClient:
     ) -> list[WriteStatus]:
         world = self._world
         buffers = [value(namespace, digest, part) for digest in chain]
+        named = self._session(chain) if parent == ROOT and _named(chain) else ""
         began, missing = world.loop.now, self.pool.counters["copies_missing"]
         world.moves.write_begins(namespace, chain)
         statuses: list[WriteStatus] = []
@@ -396,7 +407,7 @@ class SimClient:
                     part=part,
                     copies=copies,
                     visible=visible,
-                    session=session or (self._session(chain) if parent == ROOT else ""),
+                    session=session or named,
                     timeout=self._timeout_s,
                 ),
                 "write",

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from kvpool.shares import Recent, Shares
 from kvpool.tenant_names import tenant_of
-from kvpool.types import ARRIVED, SessionReport
+from kvpool.types import ARRIVED, ChainEnd, SessionReport
 
 #: Hints that are kept for servers to fetch.
 KEPT_MAX: Final = 65_536
@@ -30,7 +30,7 @@ _AGED_MAX: Final = 64
 class LoggedHint(NamedTuple):
     """A session resumes in `resume_in` seconds, has ended (None), or its prompt waits (ARRIVED)."""
 
-    session: str
+    subject: str | ChainEnd
     resume_in: float | None
     received_at: float
 
@@ -57,23 +57,24 @@ class HintLog:
         self._fresh_from = 1
         self._news: Recent[str, _SessionNews] = Recent(EXPLAINED_MAX)
 
-    def add(self, session: str, resume_in: float | None, now: float) -> bool:
+    def add(self, subject: str | ChainEnd, resume_in: float | None, now: float) -> bool:
         """Append a hint. False when its tenant has its share of the ring, or the ring is full, of
         hints that servers may still fetch."""
-        tenant = tenant_of(session)
+        tenant = _tenant_of(subject)
         self._age(now)
         if not self._fresh.take(tenant):
             return False
-        hint = LoggedHint(session, resume_in, now)
+        hint = LoggedHint(subject, resume_in, now)
         if len(self._ring) < self._kept:
             self._ring.append(hint)
         else:
             self._ring[self.last % self._kept] = hint
         self.last += 1
-        kind = "ends" if resume_in is None else "arrived" if resume_in == ARRIVED else "resumes"
-        news = self._news.get(tenant, session) or _SessionNews()
-        self._news.put(tenant, session, news)
-        news.hints[kind] = hint
+        if isinstance(subject, str):  # nobody asks about others
+            kind = "ends" if resume_in is None else "arrived" if resume_in == ARRIVED else "resumes"
+            news = self._news.get(tenant, subject) or _SessionNews()
+            self._news.put(tenant, subject, news)
+            news.hints[kind] = hint
         return True
 
     def _age(self, now: float) -> None:
@@ -82,7 +83,7 @@ class HintLog:
             hint = self._ring[(self._fresh_from - 1) % self._kept]
             if now - hint.received_at < _FETCHED_S:
                 break
-            self._fresh.give_back(tenant_of(hint.session))
+            self._fresh.give_back(_tenant_of(hint.subject))
             self._fresh_from += 1
 
     def answered(self, server: str, session: str, followed: bool, now: float) -> None:
@@ -115,3 +116,7 @@ class HintLog:
         first = max(min(number, self.last), self.last - len(self._ring))
         last = min(self.last, first + count)
         return [self._ring[index % self._kept] for index in range(first, last)], last
+
+
+def _tenant_of(subject: str | ChainEnd) -> str:
+    return tenant_of(subject if isinstance(subject, str) else subject.namespace)

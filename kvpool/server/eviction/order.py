@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pkgutil import resolve_name
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision, Inferred, Policy
 from kvpool.server.state.entry import Account, Entry, Index
-from kvpool.types import SessionHint
+from kvpool.types import ChainEnd, Namespace, SessionHint
 
 #: `module:class`; the last one wraps the policy. Without its line and file the policy decides.
 ORDERS: Final = (
     "kvpool.server.eviction.order:Order",
     "kvpool.server.eviction.session_hints:SessionAwarePolicy",
 )
+#: What a hint is about: a session's name, or the end of a chain; and who has the block of a key.
+Subject: TypeAlias = str | ChainEnd
+Find: TypeAlias = Callable[[Namespace, int, bytes], Entry | None]
 #: Later than the last use of any block, in microseconds.
 JUST_NOW: Final = 1 << 62
 #: Seconds without a use after which no policy prefers a stored block to a new one (G9).
@@ -122,9 +125,9 @@ class Order:
         """A reader has got this block, and no later one of its chain."""
 
     def hint(
-        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
+        self, subject: Subject, resume_in: float | None, now: float, *, age_s: float, find: Find
     ) -> bool | None:
-        """A hint, `age_s` seconds old. UNKNOWN: it is about nothing here."""
+        """A hint, `age_s` seconds old. None: it is about nothing here, or about no session."""
         return None
 
     def hint_of(self, session: Any, now: float) -> SessionHint | None:

@@ -50,7 +50,7 @@ class Session:
     )
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name = name  # empty: of a prompt without one, which waits for one block
         self.program = ""  # that its bytes count for
         self.bytes = 0  # whole extents of stored blocks that this session alone uses
         self.chain_ends: dict[Index, Entry] = {}  # the end of its last chain
@@ -176,7 +176,7 @@ def check_sessions(policy: Any, entries: Collection[Entry], tenant: str | None =
             sizes[session] += sessions.rounded(entry.size)
             if session.program:
                 programs[session.program] += sessions.rounded(entry.size)
-    if tenant is not None and any(tenant_of(one.name) != tenant for one in sizes):
+    if tenant is not None and any(one.name and tenant_of(one.name) != tenant for one in sizes):
         raise InvariantViolated(f"a block of tenant {tenant!r} is in a session of another one")
     here = set(entries)
     for session in {*sessions.values(), *sizes}:

@@ -13,6 +13,9 @@ facts about a session change the order of evictions (design: session-hints):
 - Its prompt has *arrived* and waits, perhaps in a long queue: it resumes now, and that does not
   expire while it waits. The first read of its last block, or its next write, ends the wait.
 
+Of a prompt without a session its lookup tells that it waits. The block at which that ended is then
+a session without a name, until it is read or has a child.
+
 Hints are advice: they order evictions and change nothing else, so a wrong hint costs hits, never
 bytes. They are bounded: sessions with a hint take space from others only up to a budget of bytes,
 and the numbers of sessions and of leaves per session are limited; so is the time of a wait. No call
@@ -31,12 +34,12 @@ from typing import Final
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision, Policy
 from kvpool.server.eviction.extra_copies import ExtraCopies
-from kvpool.server.eviction.order import JUST_NOW, LONG_S, Order
+from kvpool.server.eviction.order import JUST_NOW, LONG_S, Find, Order, Subject
 from kvpool.server.eviction.session import Session, SessionTable, check_sessions
 from kvpool.server.eviction.session_announcements import LEAVES_MAX, Announcements
 from kvpool.server.eviction.session_branches import Branches
 from kvpool.server.state.entry import Entry, Index
-from kvpool.types import ARRIVED, SessionHint
+from kvpool.types import ARRIVED, Namespace, SessionHint
 
 #: Assumed seconds from the last use of a block without a hint to its next use.
 _UNANNOUNCED_S: Final = 10.0
@@ -83,6 +86,8 @@ class SessionAwarePolicy(Order):
         """
         hint = request.session_hint
         if hint is None:
+            if self.announced.waiting and not moved:
+                self.end_wait(index.blocks.get(request.parents[0]))
             return None
         moved = moved or request.last_used is not None
         session = self.sessions.get(hint.session)
@@ -110,7 +115,7 @@ class SessionAwarePolicy(Order):
     def block_shared(self, entry: Entry) -> None:
         """Another session uses the block too: from now on hints of no session apply to it."""
         session = entry.session
-        if session is not None:
+        if session is not None and not self.end_wait(entry):
             listed = entry in session.leaves
             self._disown(session, entry)
             entry.session = None
@@ -136,7 +141,7 @@ class SessionAwarePolicy(Order):
     def answered(self, entry: Entry, now: float) -> None:
         """If it is the last of its chain, no prompt waits for it."""
         session = entry.session
-        if session is not None and not entry.children:
+        if session is not None and not self.end_wait(entry) and not entry.children:
             session.last_use = now
             if session.arrived is not None:
                 self.announced.withdraw(session)
@@ -144,12 +149,18 @@ class SessionAwarePolicy(Order):
     # --- hints -----------------------------------------------------------------------------
 
     def hint(
-        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
+        self, subject: Subject, resume_in: float | None, now: float, *, age_s: float, find: Find
     ) -> bool | None:
-        session = self.sessions.get(name)
+        if not isinstance(subject, str):
+            namespace = Namespace(subject.namespace, subject.parts)
+            for part in range(subject.parts):
+                if (entry := find(namespace, part, subject.digest)) is not None:
+                    _arrived(self, entry, now, age_s)
+            return None
+        session = self.sessions.get(subject)
         if session is None:
             if resume_in == ARRIVED:
-                self.announced.learn_gap(now - age_s, self.sessions.returns(name))
+                self.announced.learn_gap(now - age_s, self.sessions.returns(subject))
             return None
         if resume_in == ARRIVED:
             return self.announced.arrive(session, now, age_s)
@@ -161,7 +172,7 @@ class SessionAwarePolicy(Order):
 
     def hint_of(self, session: Session | None, now: float) -> SessionHint | None:
         """None when it has ended."""
-        if session is None or session.ended:
+        if session is None or session.ended or not session.name:
             return None
         due = session.due
         return SessionHint(session.name, None if due is None else max(0.0, due - now))
@@ -218,6 +229,7 @@ class SessionAwarePolicy(Order):
         self.policy.remove(entry)
         if entry.superseded_at:
             self.branches.superseded.pop(entry, None)
+        self.end_wait(entry, stays=False)
         session: Session = entry.session  # or None
         if session is None and not self.sessions:
             return
@@ -279,6 +291,8 @@ class SessionAwarePolicy(Order):
         if farthest is None:
             return found
         far, due = farthest
+        if found is None and not far.session.name:  # a guess refuses nothing
+            return far
         if (foreign or wanted) and (found is None or isinstance(found, Decision)):
             return far
         over = announced.over
@@ -348,6 +362,19 @@ class SessionAwarePolicy(Order):
 
     # --- inside --------------------------------------------------------------------------
 
+    def end_wait(self, entry: Entry | None, *, stays: bool = True) -> bool:
+        """No prompt without a session waits for this block any more. False if none did."""
+        session: Session | None = entry.session if entry is not None else None
+        if entry is None or session is None or session.name:
+            return False
+        entry.session = None
+        listed = entry in session.leaves
+        session.leaves.clear()
+        self.announced.withdraw(session)
+        if listed and stays:
+            self.add_candidate(entry)
+        return True
+
     def _expected(self, entry: Entry, used: float) -> float:
         """The expected time of the next use: by the hint, else `_UNANNOUNCED_S` after `used`."""
         due = self.due(entry)
@@ -364,6 +391,21 @@ class SessionAwarePolicy(Order):
         if session.chain_ends.get(entry.index) is entry:
             del session.chain_ends[entry.index]
         self._resize(session, -self.sessions.rounded(entry.size))
+
+
+def _arrived(order: SessionAwarePolicy, entry: Entry, now: float, age_s: float) -> None:
+    """A prompt came that goes on behind this block, and waits."""
+    session: Session | None = entry.session
+    if session is None and not entry.children:  # else they keep it
+        session = entry.session = Session("")
+        session.bytes = order.sessions.rounded(entry.size)
+        session.last_use = entry.last_used / 1e6
+        if entry.is_candidate:
+            session.leaves[entry] = None
+    if session is not None:
+        order.announced.arrive(session, now, age_s)
+        if session.due is None:
+            order.end_wait(entry)
 
 
 def _infers(policy: Policy[Entry]) -> bool:

@@ -25,7 +25,7 @@ from typing import Any, Final, TypeAlias, cast
 
 from kvpool.protocols import ReserveRequest
 from kvpool.protocols.policy import Decision, Inferred
-from kvpool.server.eviction.order import JUST_NOW, Order
+from kvpool.server.eviction.order import JUST_NOW, Find, Order, Subject
 from kvpool.server.state.entry import Account, Entry, Index
 from kvpool.server.state.quota import Accounts, TenantAccount
 from kvpool.tenant_names import tenant_of
@@ -283,14 +283,15 @@ class TenantOrders(Order):
         order.end_write(session, granted, request, promoted=promoted)
 
     def hint(
-        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
+        self, subject: Subject, resume_in: float | None, now: float, *, age_s: float, find: Find
     ) -> bool | None:
+        name = subject if isinstance(subject, str) else subject.namespace
         account = self.accounts.get(tenant_of(name))
         order = self._orders.get(account) if account is not None else None
         if account is None or order is None:
             return None
         self._oldest.on_change(account)
-        return order.hint(name, resume_in, now, age_s=age_s)
+        return order.hint(subject, resume_in, now, age_s=age_s, find=find)
 
     def hint_of(self, session: Any, now: float) -> SessionHint | None:
         return self._orders[self.accounts.pool].hint_of(session, now)

@@ -10,7 +10,7 @@ from kvpool.protocols import ReserveRequest
 from kvpool.server.state.entry import Entry, Stretch
 from kvpool.server.state.holdings import Owner
 from kvpool.server.state.store import Store
-from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import ChainEnd, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
 #: Departures in one step of an inventory.
 _DEPARTURES_STEP: Final = 512
@@ -129,18 +129,17 @@ class Blocks:
     # --- for masters ----------------------------------------------------------------------
 
     def hint(
-        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
+        self, subject: str | ChainEnd, resume_in: float | None, now: float, *, age_s: float = 0.0
     ) -> bool | None:
         """As `Store.hint`, in every tier."""
-        return self.front.hint(name, resume_in, now, age_s=age_s)
+        return self.front.hint(subject, resume_in, now, age_s=age_s)
 
     def hinted(
-        self, hints: Sequence[tuple[str, float, float | None]], now: float
+        self, hints: Sequence[tuple[str | ChainEnd, float, float | None]], now: float
     ) -> list[tuple[str, bool]]:
-        """Apply hints (name, age in s, `resume_in`); of those about blocks here, whether each is
-        followed as it was given."""
+        """Apply hints (subject, age in s, `resume_in`); which sessions with blocks here follow."""
         answers = [(name, self.hint(name, due, now, age_s=age_s)) for name, age_s, due in hints]
-        return [(name, followed) for name, followed in answers if followed is not None]
+        return [(str(name), followed) for name, followed in answers if followed is not None]
 
     @property
     def fingerprint(self) -> MapFingerprint | None:

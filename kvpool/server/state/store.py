@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final
 from kvpool.protocols.policy import Policy
 from kvpool.protocols.transport import ReserveRequest
 from kvpool.server.eviction.lru import LRU
-from kvpool.server.eviction.order import JUST_NOW, Order, make_order
+from kvpool.server.eviction.order import JUST_NOW, Order, Subject, make_order
 from kvpool.server.state.allocator import Allocator
 from kvpool.server.state.entry import MOVER, UNLIMITED, Entry, Index
 from kvpool.server.state.extent_state import Event, State, after
@@ -353,10 +353,11 @@ class Store:
         return bool(entries)
 
     def hint(
-        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
+        self, subject: Subject, resume_in: float | None, now: float, *, age_s: float = 0.0
     ) -> bool | None:
         """A hint about blocks, for the order of evictions (design: session-hints)."""
-        return self.extents.policy.hint(name, resume_in, now, age_s=age_s)
+        find = self.index.peek
+        return self.extents.policy.hint(subject, resume_in, now, age_s=age_s, find=find)
 
     # --- inside ----------------------------------------------------------------------
 

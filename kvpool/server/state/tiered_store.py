@@ -43,7 +43,7 @@ from kvpool.server.state.tier_transfers import TierTransfers
 from kvpool.server.state.write_back import WriteBack
 from kvpool.server.state.writeback_queue import DROPPED_STEP, WritebackQueue
 from kvpool.sorting import sorted_runs
-from kvpool.types import Namespace, Pin, ReadStatus, Reservation, WriteStatus
+from kvpool.types import ChainEnd, Namespace, Pin, ReadStatus, Reservation, WriteStatus
 
 _OFFSET: Final = attrgetter("offset")
 
@@ -302,11 +302,11 @@ class TieredStore(Blocks):
         return removed
 
     def hint(
-        self, name: str, resume_in: float | None, now: float, *, age_s: float = 0.0
+        self, subject: str | ChainEnd, resume_in: float | None, now: float, *, age_s: float = 0.0
     ) -> bool | None:
         """The answer is that of the backing tier, where it counts most; of memory, if only that
         has blocks."""
-        answers = [store.hint(name, resume_in, now, age_s=age_s) for store in self.stores]
+        answers = [store.hint(subject, resume_in, now, age_s=age_s) for store in self.stores]
         below = answers[self.backing_tier]
         return answers[self.front_tier] if below is None else below
 
