@@ -1,22 +1,17 @@
-"""Fingerprints of an engine's weights: of its tensors in memory, and of their files.
+"""The fingerprint of an engine's weights as they are in memory.
 
-Equal for equal weights on two hosts. Neither reads everything that a large model has: positions are
-drawn from a seed that is the same everywhere. (design: namespace)
+Equal for equal weights on two hosts. Of a large model a part is read: positions are drawn from a
+seed that is the same everywhere. (design: namespace)
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-import os
-import random
-import struct
 import zlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
-import msgspec
 import torch
 
 #: Bytes that are read at random positions of all tensors together, and values of each at least.
@@ -32,10 +27,6 @@ _ROW_STEP: Final = 0x1E3779B97F4A7C15
 #: Rows that are summed at a time: beside the weights, a GPU needs 3 x 8 bytes for each.
 _SUMS_AT_ONCE: Final = 1 << 18
 
-_FILE_SAMPLE: Final = 512
-_FILE_SAMPLES: Final = 2048
-_HEADER_MAX: Final = 100 << 20
-_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -127,115 +118,3 @@ def _wide(rows: torch.Tensor) -> bool:
     words = 8 // rows.element_size()
     parts = [rows.shape[-1], rows.storage_offset(), *rows.stride()[:-1]]
     return all(part % words == 0 for part in parts)
-
-
-def files(model: str, revision: str = "") -> str:
-    """A hash of the weights in a model's directory, whatever its files are called.
-
-    `model` is a directory, or the name of a model in the Hugging Face cache. Tensors of safetensors
-    files count by name, type and shape, in whichever file they are; each (of more than 700, an even
-    choice) is read at its beginning, its end and random positions, together about 1 MiB. Raises
-    OSError when a file cannot be read.
-    """
-    folder = _folder(model, revision or "main")
-    found = sorted(path for path in folder.iterdir() if path.suffix in _WEIGHTS)
-    if not found:
-        raise OSError(f"no weights in {folder}")
-    tensors: list[_Stored] = []
-    for path in found:
-        tensors += _stored_tensors(path) or [_Stored("", "", path, 0, path.stat().st_size)]
-    tensors.sort(key=lambda one: (one.name, one.kind, one.last - one.first))
-    hasher = hashlib.sha256()
-    for one in tensors:
-        hasher.update(f"{one.name}:{one.kind}:{one.last - one.first};".encode())
-    chosen = tensors[:: -(-len(tensors) * 3 // _FILE_SAMPLES)]
-    total = sum(one.last - one.first for one in chosen) or 1
-    shares = (_FILE_SAMPLES * (one.last - one.first) // total for one in chosen)
-    # Sorted: files that list no tensors have no name that counts.
-    for sample in sorted(_sample(*one) for one in zip(chosen, shares, strict=True)):
-        hasher.update(sample)
-    return hasher.hexdigest()[:12]
-
-
-def settings(model: str, revision: str = "") -> bytes:
-    """The model's config.json, without the version that wrote it and with its keys sorted; empty if
-    there is none. Raises OSError when it cannot be read."""
-    path = _folder(model, revision or "main") / "config.json"
-    if not path.is_file():
-        return b""
-    try:
-        content = msgspec.json.decode(path.read_bytes(), type=dict)
-    except msgspec.DecodeError as error:
-        raise OSError(f"{path}: {error}") from None
-    content.pop("transformers_version", None)
-    return msgspec.json.encode(content, order="deterministic")
-
-
-def _folder(model: str, revision: str) -> Path:
-    path = Path(model)
-    if path.is_file():  # a single GGUF
-        return path.parent
-    if path.is_dir():
-        return path
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    cached = cache / f"models--{model.replace('/', '--')}"
-    named = cached / "refs" / revision
-    commit = named.read_text().strip() if named.is_file() else revision
-    return cached / "snapshots" / Path(commit).name
-
-
-class _Stored(NamedTuple):
-    """A tensor in a file, or, without a name, a file that does not list any."""
-
-    name: str
-    kind: str
-    path: Path
-    first: int
-    last: int
-
-
-def _sample(one: _Stored, count: int) -> bytes:
-    """A hash of about `count` places of it: its beginning, its end, and random ones."""
-    first, last = one.first, one.last
-    size = last - first
-    end = max(0, size - _FILE_SAMPLE)
-    rng = random.Random(f"{one.name} {size}")
-    places = {0, end, *(rng.randrange(max(1, end)) for _ in range(count - 2))}
-    hasher = hashlib.sha256(f"{one.name} {size};".encode())
-    with one.path.open("rb") as file:
-        for place in sorted(places):
-            file.seek(first + place)
-            hasher.update(file.read(min(_FILE_SAMPLE, size - place)))
-    return hasher.digest()
-
-
-def _stored_tensors(path: Path) -> list[_Stored]:
-    """The tensors of a safetensors file; empty for a file that does not list them."""
-    size = path.stat().st_size
-    if path.suffix != ".safetensors" or size <= 8:
-        return []
-    with path.open("rb") as file:
-        (header,) = struct.unpack("<Q", file.read(8))
-        if header > min(_HEADER_MAX, size - 8):
-            return []
-        text = file.read(header)
-    begin = 8 + header
-    try:
-        tensors: dict[str, Any] = msgspec.json.decode(text, type=dict)
-        found = [
-            _Stored(
-                name,
-                f"{tensor.get('dtype')} {tensor.get('shape')}",
-                path,
-                begin + int(tensor["data_offsets"][0]),
-                begin + int(tensor["data_offsets"][1]),
-            )
-            for name, tensor in tensors.items()
-            if name != "__metadata__"
-        ]
-    except (msgspec.DecodeError, AttributeError, LookupError, TypeError, ValueError):
-        return []
-    if any(not begin <= one.first <= one.last <= size for one in found):
-        return []
-    return found

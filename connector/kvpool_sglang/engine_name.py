@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from kvpool import ConfigError
-from kvpool_engines import fingerprint, namespace
+from kvpool_engines import namespace, weight_files
 
 #: Arguments that change no key and no value of a page, and those that the name has anyway (ranks,
 #: pages). All others do, or may: one that a later SGLang adds keeps engines apart.
@@ -90,8 +90,8 @@ def fields(arguments: Any, model: str, revision: str) -> dict[str, str]:
         given["random_seed"] = arguments.random_seed
     name = PurePath(arguments.model_path).name  # a path is another one on another host
     try:
-        weights = fingerprint.files(arguments.model_path, arguments.revision or "")
-        given["config.json"] = fingerprint.settings(
+        weights = weight_files.files(arguments.model_path, arguments.revision or "")
+        given["config.json"] = weight_files.settings(
             arguments.model_path, arguments.revision or ""
         ).decode()
     except OSError as error:

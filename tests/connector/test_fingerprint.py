@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import shutil
 import struct
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvpool_engines import fingerprint
+from kvpool_engines import fingerprint, weight_files, whole_files
+from kvpool_engines.whole_files import FileDigest, WholeFiles
+from tests.conftest import soon
 from tests.support.poisoned_memory import PoisonedMemory
 
 KIB = 1 << 10
@@ -30,19 +34,23 @@ def safetensors(sizes: Mapping[str, int], data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
+def whole(folder: str) -> str:
+    return whole_files._digest(whole_files.read(folder).values())
+
+
 class Model:
     """A folder with a config and one file of weights."""
 
     def __init__(self, folder: Path, weights: bytes, name: str = "model.safetensors") -> None:
         folder.mkdir(parents=True)
-        self.folder = folder
+        self.folder, self.of = folder, weight_files.files
         self.file = folder / name
         self.file.write_bytes(weights)
         (folder / "config.json").write_text(json.dumps(CONFIG))
 
     @property
     def fingerprint(self) -> str:
-        return fingerprint.files(str(self.folder))
+        return self.of(str(self.folder))
 
     def changed_at(self, position: int, size: int = 1) -> str:
         """The fingerprint with other bytes there; afterwards the file is as it was."""
@@ -81,7 +89,7 @@ def test_what_lies_between_is_read_at_random_places(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One part in ten of a tensor is trained: it is seen wherever it lies, also with 128 places."""
-    monkeypatch.setattr(fingerprint, "_FILE_SAMPLES", 128)
+    monkeypatch.setattr(weight_files, "_FILE_SAMPLES", 128)
     data = model.file.stat().st_size - 100 * KIB
     same = model.fingerprint
     for part in range(10):
@@ -100,11 +108,15 @@ def test_a_file_counts_by_its_tensors_and_not_by_its_name(model: Model) -> None:
     assert model.fingerprint == same
 
 
-def test_the_same_tensors_in_one_file_or_in_two(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of", [weight_files.files, whole])
+def test_the_same_tensors_in_one_file_or_in_two(
+    of: Callable[[str], str], cache: Path, tmp_path: Path
+) -> None:
     one = Model(tmp_path / "one", safetensors({"a": KIB, "b": 2 * KIB}, bytes(range(256)) * 12))
     data = bytes(range(256)) * 4
     two = Model(tmp_path / "two", safetensors({"a": KIB}, data), "model-1.safetensors")
     (two.folder / "model-2.safetensors").write_bytes(safetensors({"b": 2 * KIB}, data * 2))
+    one.of = two.of = of
     assert two.fingerprint == one.fingerprint
     (two.folder / "model-2.safetensors").write_bytes(safetensors({"c": 2 * KIB}, data * 2))
     assert two.fingerprint != one.fingerprint  # the same bytes under another name
@@ -114,22 +126,22 @@ def test_the_same_tensors_in_one_file_or_in_two(tmp_path: Path) -> None:
 
 def test_the_settings_of_a_model_without_the_version_that_wrote_them(model: Model) -> None:
     folder, file = str(model.folder), model.folder / "config.json"
-    same = fingerprint.settings(folder)
+    same = weight_files.settings(folder)
     file.write_text(json.dumps({"transformers_version": "9", **dict(reversed(CONFIG.items()))}))
-    assert fingerprint.settings(folder) == same
+    assert weight_files.settings(folder) == same
     file.write_text(json.dumps({**CONFIG, "layers": 3}))
-    assert fingerprint.settings(folder) != same
+    assert weight_files.settings(folder) != same
     file.write_text("{")
     with pytest.raises(OSError, match=r"config\.json"):
-        fingerprint.settings(folder)
+        weight_files.settings(folder)
     file.unlink()
-    assert fingerprint.settings(folder) == b""
+    assert weight_files.settings(folder) == b""
 
 
 def test_of_very_many_tensors_some_are_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fingerprint, "_FILE_SAMPLES", 8)
+    monkeypatch.setattr(weight_files, "_FILE_SAMPLES", 8)
     many = Model(tmp_path / "m", safetensors({f"t{n}": 2 * KIB for n in range(9)}, bytes(18 * KIB)))
     data = many.file.stat().st_size - 18 * KIB
     same = many.fingerprint
@@ -180,22 +192,78 @@ def test_models_in_the_cache_of_hugging_face(
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("abc\n")
     (cached / "refs" / "v2").write_text("def")
-    assert fingerprint.files("org/tiny") == one
-    assert fingerprint.files("org/tiny", "v2") == other
-    assert fingerprint.files("org/tiny", "def") == other
+    assert weight_files.files("org/tiny") == one
+    assert weight_files.files("org/tiny", "v2") == other
+    assert weight_files.files("org/tiny", "def") == other
     with pytest.raises(OSError, match="nothing"):
-        fingerprint.files("org/tiny", "nothing")
+        weight_files.files("org/tiny", "nothing")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     with pytest.raises(OSError, match="org--tiny"):
-        fingerprint.files("org/tiny")
+        weight_files.files("org/tiny")
 
 
 def test_a_single_file_and_a_folder_without_weights(tmp_path: Path) -> None:
     gguf = Model(tmp_path / "gguf", bytes(300), "model.gguf")
-    assert fingerprint.files(str(gguf.file)) == gguf.fingerprint
+    assert weight_files.files(str(gguf.file)) == gguf.fingerprint
     (tmp_path / "empty").mkdir()
     with pytest.raises(OSError, match="no weights in"):
-        fingerprint.files(str(tmp_path / "empty"))
+        weight_files.files(str(tmp_path / "empty"))
+
+
+# --- all of the files, where memory shows nothing -------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache/kvpool/weights.json"
+
+
+def found(model: Model, meanwhile: bytes = b"") -> FileDigest | None:
+    reads = WholeFiles(str(model.folder))
+    if meanwhile:
+        model.file.write_bytes(meanwhile)
+    soon(lambda: reads() is not None, 60)
+    return reads()
+
+
+def test_every_byte_counts_where_all_are_read(
+    cache: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_files, "_CHUNK", 1000)
+    data, model.of = model.file.stat().st_size - 143 * KIB, whole
+    for position in (data, data + 20_001, data + 143 * KIB - 1):
+        assert model.changed_at(position) != model.fingerprint
+
+
+def test_another_process_reads_a_file_once(
+    cache: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same, content = found(model), model.file.read_bytes()
+    assert same == FileDigest(whole(str(model.folder)))
+
+    def no_process(*_: object, **__: object) -> None:
+        raise OSError("no process")
+
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    assert found(model) == same
+    model.file.write_bytes(content)  # another time
+    assert found(model) == FileDigest("unknown", "no process")
+    whole(str(model.folder))
+    shutil.copy2(model.file.rename(model.folder / "old"), model.file)
+    assert found(model) == FileDigest("unknown", "no process")  # another inode
+    cache.write_text('{"a": "of another program"}')
+    whole(str(model.folder))
+    assert found(model) == same
+
+
+def test_what_cannot_be_read_or_changes_meanwhile_is_unknown(cache: Path, model: Model) -> None:
+    cache.parent.parent.write_text("no directory, so nothing is kept")
+    assert found(model) == FileDigest(whole(str(model.folder)))
+    changed = found(model, meanwhile=bytes(10))
+    assert changed == FileDigest("unknown", "they were changed after the engine's start")
+    model.file.unlink()
+    assert found(model) == FileDigest("unknown", f"no weights in {model.folder}")
 
 
 # --- tensors in memory: only what a kernel reads counts -------------------------------------------

@@ -12,8 +12,10 @@ from kvpool_connector.identity.naming import EngineInfo, EngineNames
 from kvpool_connector.records.messages import AdapterInfo, ModelInfo, WorkerInfo
 from kvpool_connector.records.values import CacheGroup
 from kvpool_engines import fingerprint
+from kvpool_engines.whole_files import FileDigest
 
 SIZE = 2048
+FILES = FileDigest("files")
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -119,16 +121,16 @@ def test_wrapped_tensors_are_read_inside() -> None:
 # --- names ------------------------------------------------------------------------------------
 
 
-def engine(ranks: int = 2, weights_unknown: str = "") -> EngineInfo:
+def engine(ranks: int = 2, files: FileDigest | None = FILES) -> EngineInfo:
     return EngineInfo(
         groups=(CacheGroup(16, 1),),
         kinds=("full",),
-        fields={"model": "tiny", "weights": "files"},
+        fields={"model": "tiny"},
         seed=lambda: "0",
         ranks=ranks,
         parts=ranks,
         blocks=8,
-        weights_unknown=weights_unknown,
+        file_weights=lambda: files,
     )
 
 
@@ -173,7 +175,7 @@ def test_what_a_rank_finds_is_in_the_name(rank: int, other: dict[str, object]) -
     "other",
     [
         {"seed": lambda: "1"},
-        {"fields": {"model": "other", "weights": "files"}},
+        {"fields": {"model": "other"}},
         {"fields": {"model": "tiny", "revision": "2"}},
         {"kinds": ("window",)},
     ],
@@ -188,7 +190,7 @@ def test_what_the_scheduler_half_knows_is_in_the_name(other: dict[str, Any]) -> 
 @pytest.mark.parametrize("hidden", [0, 3])
 def test_files_count_where_memory_hides_weights_and_only_there(hidden: int) -> None:
     """An engine that was updated in place shares with one that was started with those weights."""
-    others = EngineNames(engine()._replace(fields={"model": "tiny", "weights": "others"}))
+    others = EngineNames(engine(files=FileDigest("others")))
     for rank in (0, 1):
         others.on_info(info(rank, hidden=hidden))
     names = named(info(0, hidden=hidden), info(1, hidden=hidden))
@@ -207,11 +209,6 @@ def test_what_may_have_changed_has_no_name_until_every_rank_has_described_it_ane
     assert names.namespaces == first
 
 
-def test_ranks_with_each_others_weights_have_another_name() -> None:
-    swapped = named(info(0, weights="w1"), info(1, weights="w0"))
-    assert swapped.namespaces != named(info(0), info(1)).namespaces
-
-
 def test_a_model_that_is_described_anew_has_no_name_until_all_ranks_have_done_it() -> None:
     names = named(info(0), info(1))
     first = names.namespaces
@@ -227,10 +224,23 @@ def test_a_model_that_is_described_anew_has_no_name_until_all_ranks_have_done_it
 
 @pytest.mark.parametrize("hidden", [0, 3])
 def test_weights_that_nothing_tells_are_refused(hidden: int) -> None:
-    names = EngineNames(engine(1, weights_unknown="no weights in /nowhere"))
+    names = EngineNames(engine(1, FileDigest("unknown", "no weights in /nowhere")))
     assert names.on_info(info(0, hidden=hidden))
     assert bool(names.namespaces) == (not hidden)
     assert ("no weights in /nowhere" in names.problem) == bool(hidden)
+
+
+def test_what_memory_hides_has_no_name_until_its_files_are_read() -> None:
+    said = [None, None, FILES]
+    names = EngineNames(engine()._replace(file_weights=lambda: said.pop(0)))
+    for rank in (0, 1, 1):
+        assert not names.on_info(info(rank, hidden=1))
+        assert (names.namespaces, names.serials, names.missing_ranks[1:]) == ((), (), [])
+    assert names.reads_files
+    assert names.on_info(info(0, hidden=1))
+    assert not names.on_info(info(1, hidden=1))
+    assert names.namespaces == named(info(0, hidden=1), info(1, hidden=1)).namespaces
+    assert (names.reads_files, said) == (False, [])
 
 
 def test_a_worker_that_cannot_describe_its_model_is_a_reason() -> None:

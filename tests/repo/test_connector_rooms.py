@@ -36,20 +36,20 @@ ONLY = {
 }
 #: Lines of the whole and of each package, (aim, today).
 LINES = {
-    "": (7_200, 9_179),
+    "": (7_200, 9_194),
     "hints": (331, 331),
-    "identity": (727, 727),
+    "identity": (735, 735),
     "memory": (919, 919),
     "plan": (2_464, 2_464),
     "records": (667, 667),
-    "scheduler": (997, 997),
-    "vllm_engine": (1_596, 1_596),
+    "scheduler": (1_000, 1_000),
+    "vllm_engine": (1_600, 1_600),
     "worker": (854, 854),
 }
 
 
 #: Of it and of all packages beside it.
-ALL_LINES = 14_659
+ALL_LINES = 14_850
 
 
 def room_of(name: str) -> str:

@@ -13,6 +13,7 @@ from kvpool_connector.records.messages import WorkerInfo
 from kvpool_connector.records.provenance import BlockWriter
 from kvpool_connector.records.values import CacheGroup
 from kvpool_engines import namespace
+from kvpool_engines.whole_files import FileDigest
 
 #: Infos that were sent before a reset have serials below those that it asks for, also if ranks have
 #: described their models in the meantime without being asked.
@@ -24,9 +25,10 @@ class EngineInfo(NamedTuple):
 
     `fields` are those of the namespace that are known at the start; `seed()` is what all hashes
     begin with. `ranks` workers run the model, `parts` of them have bytes of their own. `blocks` are
-    those of the engine's KV cache. `weights_unknown` says why the files of the weights could not be
-    read. With `stage_ranks` the name is that of any tensor parallel size: so many consecutive ranks
-    have the same layers, and what they all say counts once; 0 is a name for this size alone.
+    those of the engine's KV cache. `file_weights()` is what their files say of weights that memory
+    hides; None: they are being read. With `stage_ranks` the name is that of any tensor parallel
+    size: so many consecutive ranks have the same layers, and what they all say counts once; 0 is a
+    name for this size alone.
     `drops_last_block`: a draft's KV of a block's last token depends on the token behind the block,
     so the engine computes the last block of each prefix anew. `recomputes` what a load does not
     bring; otherwise its request fails.
@@ -41,7 +43,7 @@ class EngineInfo(NamedTuple):
     blocks: int
     loads: bool = True
     saves: bool = True
-    weights_unknown: str = ""
+    file_weights: Callable[[], FileDigest | None] = lambda: FileDigest("")
     stage_ranks: int = 0
     drops_last_block: bool = False
     recomputes: bool = True
@@ -52,7 +54,8 @@ class EngineNames:
 
     | state   | `namespaces` | `problem` | next state                                            |
     |---------|--------------|-----------|-------------------------------------------------------|
-    | waiting | empty        | empty     | named or refused, with the last rank's info            |
+    | waiting | empty        | empty     | named or refused, with the last rank's info, which it  |
+    |         |              |           | repeats while files are read                           |
     | named   | one a group  | empty     | waiting, with `forget` or when a rank describes itself |
     |         |              |           | anew, until the others have as well                    |
     | refused | empty        | a reason  | waiting, when a rank describes itself anew              |
@@ -67,6 +70,8 @@ class EngineNames:
         self.description: dict[str, str] = {}
         #: Of the infos that the names are made of, by rank; empty while there are none.
         self.serials: tuple[int, ...] = ()
+        #: All ranks have told; the files of what their kernels hide are being read.
+        self.reads_files = False
         #: Whether its LoRA adapters can be told apart.
         self.knows_adapters = False
         #: What this engine is called behind its blocks.
@@ -98,7 +103,7 @@ class EngineNames:
             self.serial = info.serial
             self._infos.clear()
         if info.rank in self._infos:
-            return False
+            return self.reads_files and self._make()
         self._infos[info.rank] = info
         return self._make()
 
@@ -118,16 +123,24 @@ class EngineNames:
 
     def _make(self) -> bool:
         self.namespaces, self.problem, self.description, self.serials = (), "", {}, ()
+        self.reads_files = False
         if self.missing_ranks:
             return False
         engine = self._engine
-        self.serials = tuple(self._infos[rank].serial for rank in range(engine.ranks))
         models = [self._infos[rank].model for rank in range(engine.ranks)]
+        # Of files only what memory hides: weights that were updated in place, or come from other
+        # files, are those that the workers see.
+        hidden = any(model.hidden for model in models)
+        files = engine.file_weights() if hidden else FileDigest("")
+        if files is None:
+            self.reads_files = True
+            return False
+        self.serials = tuple(self._infos[rank].serial for rank in range(engine.ranks))
         unknown = next((model.unknown for model in models if model.unknown), "")
-        if not unknown and engine.weights_unknown and any(model.hidden for model in models):
+        if not unknown and files.problem:
             unknown = (
                 f"the kernels of this engine hide weights, and their files cannot be read "
-                f"({engine.weights_unknown}); set revision in kv_connector_extra_config to a name "
+                f"({files.problem}); set revision in kv_connector_extra_config to a name "
                 "that is the same for the same weights only"
             )
         if unknown:
@@ -137,19 +150,14 @@ class EngineNames:
         self.knows_adapters = all(model.adapters for model in models)
         shape = "\n".join(f"{name}={value}" for name, value in models[0].description)
         fields: dict[str, object] = {
-            # Of files only what memory hides: weights that were updated in place, or come from
-            # other files, are those that the workers see.
-            **{
-                name: value
-                for name, value in engine.fields.items()
-                if name != "weights" or any(model.hidden for model in models)
-            },
+            **engine.fields,
+            **({"weights": files.digest} if files.digest else {}),
             "memory": namespace.digest(" ".join(self._of_stages(m.weights for m in models))),
             "shape": namespace.digest(shape),
             "seed": engine.seed(),
             "packing": namespace.digest("\n".join(self._of_stages(m.packing for m in models))),
         }
-        if self._alone or (self._generation and any(model.hidden for model in models)):
+        if self._alone or (self._generation and hidden):
             fields["generation"] = self._generation
         self.namespaces = tuple(
             namespace.name({**fields, "group": f"{number}:{kind}"}, parts=engine.parts)

@@ -34,13 +34,16 @@ class SchedulerLog:
             self.line(names.problem)
 
     def no_name(self, names: EngineNames) -> None:
-        """The workers do not describe their model in time: that is why nothing is shared."""
+        """Why nothing is shared yet: workers do not describe their model in time, or cannot."""
         if self._missing or names.problem:
             return
         self._missing = True
         self.line(
-            f"nothing is loaded or saved: ranks {names.missing_ranks} have not described their "
-            "model"
+            "nothing is loaded or saved until another process has read all of the weights' files: "
+            "the kernels of this engine hide weights"
+            if names.reads_files
+            else f"nothing is loaded or saved: ranks {names.missing_ranks} have not described "
+            "their model"
         )
 
     def refused_adapter(self, adapter: Adapter, *, replaced: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,7 +18,8 @@ from kvpool_connector.vllm_engine import interface as vllm_interface
 from kvpool_connector.vllm_engine.head_split import HeadSplit, head_split, specs_of
 from kvpool_connector.vllm_engine.interface import get_pp_group, get_tp_group, kv_cache_utils
 from kvpool_connector.worker.worker import Rank
-from kvpool_engines import fingerprint, namespace
+from kvpool_engines import namespace, weight_files
+from kvpool_engines.whole_files import FileDigest, WholeFiles
 
 #: Kinds of layers of which vLLM takes no block from a running request. Others do not need what is
 #: behind a window, or in an earlier chunk.
@@ -36,7 +37,6 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
     for spec in specs:
         if spec.block_size % hash_block:
             raise ConfigError(f"blocks of {spec.block_size} tokens, hashes of {hash_block}")
-    weights, why_unknown = _weights(vllm_config, settings)
     return EngineInfo(
         groups=tuple(
             CacheGroup(
@@ -48,8 +48,8 @@ def engine_of(vllm_config: Any, kv_cache_config: Any, settings: Settings) -> Eng
             for group, spec in zip(kv_cache_config.kv_cache_groups, specs, strict=True)
         ),
         kinds=tuple(_kind(spec) for spec in specs),
-        fields=_fields(vllm_config, kv_cache_config, settings, hash_block, weights),
-        weights_unknown=why_unknown,
+        fields=_fields(vllm_config, kv_cache_config, settings, hash_block),
+        file_weights=_file_weights(vllm_config, settings),
         seed=_seed,
         ranks=ranks,
         parts=split.parts * parallel.pipeline_parallel_size,
@@ -153,14 +153,14 @@ def _kind(spec: Any) -> str:
 
 
 def _fields(
-    vllm_config: Any, kv_cache_config: Any, settings: Settings, hash_block: int, weights: str
+    vllm_config: Any, kv_cache_config: Any, settings: Settings, hash_block: int
 ) -> dict[str, object]:
     model, cache = vllm_config.model_config, vllm_config.cache_config
     parallel = vllm_config.parallel_config
     return {
         "tenant": settings.tenant,
         "model": _label(model.hf_text_config),
-        **({"revision": settings.revision} if settings.revision else {"weights": weights}),
+        **({"revision": settings.revision} if settings.revision else {}),
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantization": model.quantization or "none",
         "kv": cache.cache_dtype,
@@ -190,18 +190,22 @@ def _label(config: Any) -> str:
     return f"{config.model_type}-{'x'.join(str(size) for size in sizes if size)}"
 
 
-def _weights(vllm_config: Any, settings: Settings) -> tuple[str, str]:
-    """What the files say about the weights, or `unknown` and why; for tensors that cannot be read
-    in the workers' memory."""
-    if settings.revision:
-        return settings.revision, ""
+def _file_weights(vllm_config: Any, settings: Settings) -> Callable[[], FileDigest | None]:
+    """For tensors that cannot be read in the workers' memory. On CPUs all of each file counts; on a
+    GPU, where those are experts of other instances, samples of them do."""
     model = vllm_config.model_config
-    if vllm_config.load_config.load_format == "dummy":
-        return f"dummy-{model.seed}", ""
-    try:
-        return fingerprint.files(model.model, model.revision or ""), ""
-    except OSError as error:
-        return "unknown", str(error)
+    if settings.revision:
+        found = FileDigest("")
+    elif vllm_config.load_config.load_format == "dummy":
+        found = FileDigest(f"dummy-{model.seed}")
+    elif vllm_config.device_config.device_type == "cpu":
+        return WholeFiles(model.model, model.revision or "")
+    else:
+        try:
+            found = FileDigest(weight_files.files(model.model, model.revision or ""))
+        except OSError as error:
+            found = FileDigest("unknown", str(error))
+    return lambda: found
 
 
 def _seed() -> str:

@@ -20,6 +20,7 @@ if find_spec("vllm") is None:
     collect_ignore_glob = ["*"]
 else:
     from examples import tiny_model
+    from kvpool_engines import whole_files
     from tests.connector.vllm.engine import ENVIRONMENT
     from tests.connector.vllm.helpers import (
         Engine,
@@ -49,6 +50,7 @@ def model(request: pytest.FixtureRequest) -> Models:
                 whole = tiny_model.make(Path(fresh) / name, kind, **options)
                 with contextlib.suppress(OSError):  # another process of pytest was first
                     os.rename(whole, folder / name)
+        whole_files.read(str(folder / name))  # so that its engines share from the beginning
         return folder / name
 
     return make

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from kvpool_engines import whole_files
 from tests.connector.vllm.helpers import Engine, Logs, Models, prompt, transfer
 from tests.support.local_pool import LocalPool
 
@@ -60,6 +61,7 @@ def rearranged(model: Path, target: Path) -> Path:
     config = json.loads((target / "config.json").read_text())
     config |= {"eos_token_id": 3, "use_cache": False}
     (target / "config.json").write_text(json.dumps(config))
+    whole_files.read(str(target))
     return target
 
 

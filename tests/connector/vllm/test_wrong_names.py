@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kvpool_engines import whole_files
 from tests.connector.vllm.helpers import Engine, Logs, Models, Running, prompt, transfer
 from tests.support.local_pool import LocalPool
 
@@ -136,6 +137,7 @@ def trained_embeddings(folder: Path, target: Path) -> Path:
     generator = torch.Generator().manual_seed(7)
     rows[10:] += torch.randn(rows[10:].shape, generator=generator).to(rows.dtype) * 0.2
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    whole_files.read(str(target))
     return target
 
 
