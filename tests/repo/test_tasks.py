@@ -117,6 +117,7 @@ EXECUTORS = {
     "kvpool/ops/doctor.py examine": "a check that fails",
     "kvpool/ops/engines.py examine_engines": "a check that fails",
     "kvpool/threads.py in_thread": "this is what others call",
+    "kvpool/ops/process.py until_stopped": _MAIN,
     "kvpool/threads.py submit": "this is what others call",
     "kvpool/tools/bench.py _raw_socket": _MAIN,
     "kvpool/tools/bench.py _raw_socket.limit": _MAIN,
@@ -133,6 +134,7 @@ CALLBACKS = {
         kvpool/cli/top.py:_on_screen
         kvpool/client/servers.py:Servers._abort_and_close
         kvpool/net/tenants_file.py:TenantsFile.watched
+        kvpool/ops/process.py:run.until_asked
         kvpool/ops/process.py:wait_for_signal
         kvpool/server/context.py:ServerContext._wake_some
         kvpool/server/context.py:ServerContext.wait_for_space
