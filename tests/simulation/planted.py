@@ -590,7 +590,7 @@ BUGS: Sequence[Bug] = read(
 @@ prefetched-in-place-of-what-is-in-use  G9  kvpool.server.state.front_store  seed 19
 -            return self._last_use(victim) >= last_used and not useless
 +            return self._last_use(victim) > JUST_NOW and not useless
-@@ prefetched-blocks-that-are-read-stay-unread  advice  kvpool.server.state.tiered_store  seed 16
+@@ prefetched-blocks-that-are-read-stay-unread  advice  kvpool.server.state.tiered_store  seed 17
 -                    front.extents.prefetched.read(entry)
 +                    pass
 # --- prompts that wait
