@@ -479,6 +479,28 @@ async def test_the_oldest_objects_go_where_there_is_no_room(shelf: Shelf) -> Non
         check_invariants(server.stack)
 
 
+async def test_who_takes_over_deletes_nothing_for_what_has_no_room(shelf: Shelf) -> None:
+    """Many objects are read at a time. Another server may have room for the rest. What is found
+    once more, because it could not be read, has its room."""
+    small = COLD.replace("64MiB", "1MiB")
+    async with running([MEMORY, COLD]) as (fleet, pool):
+        await write(pool, await fleet.start("a"))
+        await fleet.lose("a")
+        left = shelf.names("blocks")
+        other = await fleet.start("b", [MEMORY, small])
+        await found(other, 8)
+        await asyncio.sleep(0.2)
+        assert shelf.names("blocks") == left
+        book = ring_of(other)._index.book
+        assert 0 < book.size <= 1 << 20
+        here = [digest for digest in CHAIN if is_cold(other, digest)]
+        shelf.fails("503", "get")
+        assert await hits(pool, here[:1]) == 0
+        await eventually(lambda: not is_cold(other, here[0]))
+        shelf.works()
+        await eventually(lambda: all(is_cold(other, digest) for digest in here))
+
+
 @pytest.mark.parametrize("ahead_s", [-1e6, 0.0, 1e6])
 async def test_objects_are_deleted_after_their_time(shelf: Shelf, ahead_s: float) -> None:
     """By the clock of the store, whatever that shows; also those of lost servers."""

@@ -236,8 +236,9 @@ class Searcher:
         """Read the end of one object and enter its blocks, if there is room for it; the object, if
         it was not known."""
         name = listed.name
-        known = self._index.book.by_name.get(name)
-        if known is None and not self._index.book.has_room(listed.size):
+        book = self._index.book
+        known = book.by_name.get(name)
+        if known is None and not book.has_room(listed.size):
             return None  # another server may have it, or its time will end
         try:
             tail, blocks = await self._read_end(listed)
@@ -253,7 +254,9 @@ class Searcher:
             return None
         if not self._is_mine(name) or name in self._index.gone:
             return None  # meanwhile its server has come back, or it has left
-        one = known or self._index.book.enter(name, listed.size, listed.written_at, tail)
+        if known is None and not book.has_room(listed.size):
+            return None  # any more: what is entered beyond it would be deleted
+        one = known or book.enter(name, listed.size, listed.written_at, tail)
         one.removed |= gone
         one.places = array("Q", [block.position for block in blocks])
         await self._index.enter(one, blocks)
