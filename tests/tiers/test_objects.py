@@ -633,15 +633,10 @@ async def test_what_was_removed_stays_as_long_as_its_object(shelf: Shelf) -> Non
         others = [await fleet.start(one) for one in "bcd"]
         for other in others:
             await found(other, 0)
-        await eventually(lambda: all_are_found(others))
+        left = [digest for number, digest in enumerate(CHAIN) if number % 8]
+        await eventually(lambda: all(any(is_cold(one, at) for one in others) for at in left))
         assert not any(is_cold(one, digest) for one in others for digest in gone)
         assert len(shelf.names("removed")) >= 4, "the object is there, and answers for it"
-
-
-def all_are_found(servers: Sequence[BlockServer]) -> bool:
-    """Every block of the chain that was not removed is somewhere."""
-    left = [digest for number, digest in enumerate(CHAIN) if number % 8]
-    return all(any(is_cold(one, digest) for one in servers) for digest in left)
 
 
 async def test_nothing_is_left_of_a_tenant_that_was_removed(
