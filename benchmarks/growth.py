@@ -314,14 +314,14 @@ def work_of(
     def remove() -> None:
         stack.remove(space, order.pop() if order else missing)
 
-    hints: list[wire.WireHint] = [(SESSION, 0.0, 5.0), ("@t1/program=p1;1", 0.0, None)]
+    hints: list[tuple[str, float | None]] = [(SESSION, 5.0), ("@t1/program=p1;1", None)]
     pages = pages_of_server(server)
     return {
         "write": write_new,
         "read": lambda: read(found),
         "read, missing": lambda: read(missing),
         "remove": remove,
-        "hints": lambda: server.stack.hinted(hints, 0.0),
+        "hints": lambda: [server.stack.hint(*hint, 0.0) for hint in hints],
         "stats of a heartbeat": lambda: server.stats(now()),
         "longest step of an inventory": lambda: longest_step(stack.inventory_steps()),
         "the next victim": lambda: [policy.victim_age(now())],

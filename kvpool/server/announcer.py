@@ -39,6 +39,7 @@ _RESEND_INTERVALS_MAX: Final = 4
 _RESYNC_DELAY_MAX_S: Final = 60.0
 #: Seconds after which a master that could not list all blocks gets the inventory again.
 _RELIST_AFTER_S: Final = 60.0
+_HINTS_STEP: Final = 8  # applied in one turn of the loop: each may be about 256 parts
 _AGE: Final = re.compile(r"[\d.]+ s\b")  # in a reason: with it each attempt would have its own
 
 
@@ -173,8 +174,7 @@ class MapCheck:
         again = self._resync.failures
         self._resync_not_before = loop_time() + self._resync.next_delay()
         facts = {"listed": reply.blocks, "held": held.blocks, "again": again}
-        why = "a master's map differs: sending the inventory again"
-        log.warning(why, master=self._master, **facts)
+        log.warning("a master's map differs: sent again", master=self._master, **facts)
         return True
 
 
@@ -416,7 +416,14 @@ class Announcer:
             if not future.done():
                 future.set_result(None)
         self._hints_heard = reply.hints_heard
-        self._hint_answers = self._store.hinted(reply.hints, loop_time())[-wire.HINT_ANSWERS_MAX :]
+        heard_at, answers = loop_time(), list[wire.WireHintAnswer]()
+        for number, (subject, age_s, resume_in) in enumerate(reply.hints, 1):
+            followed = self._store.hint(subject, resume_in, heard_at, age_s=age_s)
+            if followed is not None:
+                answers.append((str(subject), followed))
+            if number % _HINTS_STEP == 0:
+                await asyncio.sleep(0)
+        self._hint_answers = answers[-wire.HINT_ANSWERS_MAX :]
         if reply.others_have_room:
             self._others_have_room()
         if len(reply.hints) == wire.HINTS_MAX:  # there may be more

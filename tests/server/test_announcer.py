@@ -129,14 +129,14 @@ async def test_a_bug_in_a_heartbeat_ends_no_announcements(
     left = times
     async with running(keys("before", 3)) as setup:
 
-        def bug(_: object, now: float) -> list[Any]:
+        def bug(now: float) -> ServerStats:
             nonlocal left
             if left:
                 left -= 1
                 raise KeyError("a bug in a policy")
-            return []
+            return stats(now)
 
-        vars(setup.announcer._store)["hinted"] = bug
+        stats, setup.announcer._stats = setup.announcer._stats, bug
         await eventually(lambda: not left and setup.announcer.registered)
         after = keys("after", 2)
         setup.write(after)

@@ -17,7 +17,7 @@ from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.store import Store
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ARRIVED, ROOT, ChainEnd, Namespace, ReadStatus, SessionHint, WriteStatus
+from kvpool.types import ARRIVED, ROOT, ChainEnd, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import NAMESPACE, eventually, keys, values
 from tests.server.test_session_hints import Books
 from tests.support.stores import ONE, PAGE, TWO
@@ -98,15 +98,16 @@ def test_a_read_of_the_first_blocks_leaves_the_rest_waited_for(books: Books) -> 
     assert waiting(books) == 0
 
 
-def test_either_part_of_a_block_may_be_read_first() -> None:
-    books = Books(40)
+@pytest.mark.parametrize("session", ["ranks", ""])
+def test_either_part_of_a_block_may_be_read_first(session: str) -> None:
+    books, chain = Books(40), keys("ranks", 4)
     for part in (0, 1):
-        books.write("ranks", keys("ranks", 4), namespace=TWO, part=part)
+        books.write(session, chain, namespace=TWO, part=part)
     books.now += 5.0
-    arrive(books, "ranks")
+    books.store.hint(session or ChainEnd(TWO.name, 2, chain[-1]), ARRIVED, books.now)
     books.fill(40)
-    assert books.here(keys("ranks", 4), TWO) == 4
-    for pin in books.store.pin(1, TWO, 1, keys("ranks", 4), books.now):
+    assert (books.here(chain, TWO), waiting(books)) == (4, 1)
+    for pin in books.store.pin(1, TWO, 1, chain, books.now):
         books.store.unpin(1, pin.id)
     assert waiting(books) == 0
     check_invariants(books.store)
@@ -281,10 +282,10 @@ def test_sessions_without_blocks_are_remembered_for_a_while_only(
 # --- prompts without a session -----------------------------------------------------------
 
 
-def wait_for(books: Books, chain: list[bytes], namespace: Namespace = ONE) -> None:
+def wait_for(books: Books, chain: list[bytes]) -> None:
     """A prompt of no session has found this chain, and waits."""
     books.now += 1.0
-    end = ChainEnd(namespace.name, namespace.parts, chain[-1])
+    end = ChainEnd(ONE.name, 1, chain[-1])
     assert books.store.hint(end, ARRIVED, books.now) is None
     check_invariants(books.store)
 
@@ -292,7 +293,6 @@ def wait_for(books: Books, chain: list[bytes], namespace: Namespace = ONE) -> No
 @pytest.mark.parametrize("ends", ["not", "read", "continued", "written again", "lapsed"])
 def test_a_prompt_that_waits_keeps_what_it_has_found(ends: str) -> None:
     books, found = Books(20), keys("found", 6)
-    found = keys("found", 6)
     books.write("", found)
     wait_for(books, found)
     assert waiting(books) == 1
@@ -310,15 +310,6 @@ def test_a_prompt_that_waits_keeps_what_it_has_found(ends: str) -> None:
     books.fill(20)
     assert books.here(found) == (6 if ends == "not" else 0)
     assert waiting(books) == (ends == "not")
-
-
-def test_each_part_of_it_stays(books: Books) -> None:
-    found = keys("found", 2)
-    for part in range(2):
-        books.write("", found, namespace=TWO, part=part)
-    wait_for(books, found, TWO)
-    books.fill(20)
-    assert books.here(found, TWO) == 2
 
 
 def test_prompts_that_wait_refuse_nothing() -> None:
@@ -340,7 +331,12 @@ def test_an_arrival_that_is_heard_late_or_of_what_has_left_keeps_nothing(books: 
     books.store.hint(late, ARRIVED, books.now + 200.0, age_s=120.0)
     wait_for(books, keys("unknown", 3))
     wait_for(books, shared)  # which others keep
+    books.write("ended", chat := keys("ended", 6))
+    assert books.store.hint("ended", None, books.now) is True
+    wait_for(books, chat[:3])  # another conversation may begin alike
     assert waiting(books) == 0
+    books.fill(10)
+    assert (books.here(found), books.here(chat)) == (4, 0)
 
 
 def test_of_a_session_that_is_known_the_prompt_waits(books: Books) -> None:
@@ -361,8 +357,9 @@ async def test_a_match_with_a_session_reaches_the_servers(pool: Pool, pool_dev: 
     await pool.write(NAMESPACE, chain, values(chain, 64), session="agent")
     await asyncio.sleep(0.15)  # at once after the write it would count as the same use
     await pool.match(NAMESPACE, chain)
-    await pool.match(NAMESPACE, keys("elsewhere", 1), session="nobody")
-    assert pool_dev.master.hints.last == 1
+    for number in range(20):
+        await pool.match(NAMESPACE, keys("elsewhere", 1), session=f"nobody {number}")
+    assert pool_dev.master.hints.last == 20
     assert (await pool.match(NAMESPACE, chain, session="agent")).length == 4
     await eventually(lambda: server.store.extents.policy.figures["waiting_sessions"] == 1)
     await pool.read(NAMESPACE, chain, [bytearray(64) for _ in chain])

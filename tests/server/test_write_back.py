@@ -242,7 +242,7 @@ def test_two_blocks_that_evict_each_other_from_a_full_disk_do_not_go_on_for_ever
     server = Server(4, 1, write_back=True)
     chain = keys("chain", 4)
     for digest_count in range(1, 5):  # the head is the least recently used
-        talk(server, "", chain[:digest_count])
+        talk(server, "chat", chain[:digest_count])
     server.settle()
     written = 0
     for _ in range(4):

@@ -153,9 +153,8 @@ class SessionAwarePolicy(Order):
     ) -> bool | None:
         if not isinstance(subject, str):
             namespace = Namespace(subject.namespace, subject.parts)
-            for part in range(subject.parts):
-                if (entry := find(namespace, part, subject.digest)) is not None:
-                    _arrived(self, entry, now, age_s)
+            parts = [find(namespace, part, subject.digest) for part in range(subject.parts)]
+            _arrived(self, [entry for entry in parts if entry is not None], now, age_s)
             return None
         session = self.sessions.get(subject)
         if session is None:
@@ -365,14 +364,15 @@ class SessionAwarePolicy(Order):
     def end_wait(self, entry: Entry | None, *, stays: bool = True) -> bool:
         """No prompt without a session waits for this block any more. False if none did."""
         session: Session | None = entry.session if entry is not None else None
-        if entry is None or session is None or session.name:
+        if session is None or session.name:
             return False
-        entry.session = None
-        listed = entry in session.leaves
+        listed = [one for one in session.leaves if stays or one is not entry]
+        for part in session.chain_ends.values():
+            part.session = None
         session.leaves.clear()
         self.announced.withdraw(session)
-        if listed and stays:
-            self.add_candidate(entry)
+        for part in listed:
+            self.add_candidate(part)
         return True
 
     def _expected(self, entry: Entry, used: float) -> float:
@@ -393,16 +393,19 @@ class SessionAwarePolicy(Order):
         self._resize(session, -self.sessions.rounded(entry.size))
 
 
-def _arrived(order: SessionAwarePolicy, entry: Entry, now: float, age_s: float) -> None:
-    """A prompt came that goes on behind this block, and waits."""
-    session: Session | None = entry.session
-    if session is None and not entry.children:  # else they keep it
-        session = entry.session = Session("")
-        session.bytes = order.sessions.rounded(entry.size)
-        session.last_use = entry.last_used / 1e6
-        if entry.is_candidate:
-            session.leaves[entry] = None
-    if session is not None:
+def _arrived(order: SessionAwarePolicy, parts: Sequence[Entry], now: float, age_s: float) -> None:
+    """A prompt came that goes on behind this block, and waits. A block with a child that child
+    keeps; nor is it known to be of its session, which may have ended."""
+    leaves = [entry for entry in parts if not entry.children]
+    new = Session("")
+    for entry in leaves:
+        if entry.session is None:
+            entry.session = new
+            new.chain_ends[entry.index] = entry
+            new.bytes += order.sessions.rounded(entry.size)
+            if entry.is_candidate:
+                new.leaves[entry] = None
+    for session, entry in {entry.session: entry for entry in leaves}.items():
         order.announced.arrive(session, now, age_s)
         if session.due is None:
             order.end_wait(entry)

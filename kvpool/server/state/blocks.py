@@ -134,13 +134,6 @@ class Blocks:
         """As `Store.hint`, in every tier."""
         return self.front.hint(subject, resume_in, now, age_s=age_s)
 
-    def hinted(
-        self, hints: Sequence[tuple[str | ChainEnd, float, float | None]], now: float
-    ) -> list[tuple[str, bool]]:
-        """Apply hints (subject, age in s, `resume_in`); which sessions with blocks here follow."""
-        answers = [(name, self.hint(name, due, now, age_s=age_s)) for name, age_s, due in hints]
-        return [(str(name), followed) for name, followed in answers if followed is not None]
-
     @property
     def fingerprint(self) -> MapFingerprint | None:
         """Of the blocks that readers find here, and where, when all changes are announced; None
