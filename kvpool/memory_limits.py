@@ -84,13 +84,13 @@ class MemoryLimits:
         return found
 
     def mapped(self) -> list[Limit]:
-        """Of all that this process maps, as a segment is while it is made."""
+        """Of all that this process maps: a segment, then whole stacks and heaps of threads."""
         pages = (self._text("proc/self/statm") or "").split()
         used = [int(one) * os.sysconf("SC_PAGE_SIZE") for one in pages]
         size, data = (used[0], used[5]) if len(used) > 5 else (0, 0)
         return [
-            *self._ulimit("-v", resource.RLIMIT_AS, size + HUGE_PAGE),
-            *self._ulimit("-d", resource.RLIMIT_DATA, data + HUGE_PAGE),
+            *self._ulimit("-v", resource.RLIMIT_AS, size + 4 * _OWN),
+            *self._ulimit("-d", resource.RLIMIT_DATA, data + 4 * _OWN),
         ]
 
     def file_size(self) -> list[Limit]:
