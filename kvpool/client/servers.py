@@ -54,7 +54,7 @@ _BACKOFF_S_MAX: Final = 5.0
 #: While a server is lost, masters are asked this often whether it has come back.
 REFRESH_S: Final = 0.5
 #: After this, or up to twice of it, they are asked anyway: a restart may have brought better paths.
-_RENEW_S: Final = 300.0
+_RENEW_S: Final = 60.0
 #: Members that a client accepts from a master.
 _MEMBERS_MAX: Final = 4096
 #: A server that masters list no more is forgotten after this: one that has just started knows few.

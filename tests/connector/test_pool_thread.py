@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import kvpool
-from kvpool import ROOT, Cluster, Match, Member, Namespace, ReadStatus
+from kvpool import ROOT, ClientConfig, Cluster, Match, Member, Namespace, Pool, ReadStatus, dev
+from kvpool.client import servers
 from kvpool.errors import MasterLost
 from kvpool.types import ServerStats
 from kvpool_connector import settings
@@ -74,18 +76,34 @@ def test_an_engine_that_may_start_no_thread_runs_without_a_pool(
     assert "the engine runs without it: can't start new thread; see `ulimit -u`" in line
 
 
-def test_what_is_first_in_the_thread(lines: list[str]) -> None:
-    """Before it connects: UCX takes the context of its thread."""
-    seen: list[str] = []
-    thread = PoolThread(
-        SETTINGS.client(),
-        Cluster(),
-        lambda line: seen.append("connecting"),
-        on_start=lambda: seen.append(threading.current_thread().name),
-    )
-    thread.wait(0.1)
-    thread.close(10)
-    assert seen[0] == "kvpool"
+async def test_workers_take_the_best_path_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the master and of the server, which has shm now; its tcp is where it was."""
+    monkeypatch.setattr(servers, "_RENEW_S", 0.0)
+    name, lines = Namespace("links"), list[str]()
+
+    async def read() -> str:
+        """The path that was opened last; empty after a miss."""
+        pool = cast(Pool, worker.pool)
+        await pool.write(name, CHAIN, [b"a" * 100] * 2)
+        (_, last) = await pool.read(name, CHAIN, [bytearray(100), bytearray(100)])
+        (record,) = pool._servers.known.values()
+        return "".join(path.scheme for path in [*record.channels][-1:]) * last.status.hit
+
+    async def path() -> str:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(read(), worker._loop))
+
+    async with dev.serve("64MiB", listen=("tcp://127.0.0.1:0",)) as first:
+        config = ClientConfig([first.address], transports=["shm", "tcp"])
+        start = lambda: lines.append(threading.current_thread().name)  # noqa: E731
+        worker = PoolThread(config, Cluster(), lines.append, None, start)
+        assert await asyncio.to_thread(worker.wait, 10.0)
+        assert lines[0] == "kvpool", "before it connects: UCX takes the context of its thread"
+        assert await path() == "tcp"
+        listen = *first.servers[0].addresses, "shm://"
+    async with dev.serve("64MiB", bind=first.address, listen=listen), asyncio.timeout(10):
+        while await path() != "shm":
+            pass
+        await asyncio.to_thread(worker.close, 5.0)
 
 
 @pytest.fixture
@@ -118,16 +136,11 @@ def closed(started: Callable[..., PoolThread]) -> PoolThread:
     return thread
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (MasterLost("nobody there"), "nobody there"),
-        (OSError(24, "too many files"), "OSError: [Errno 24] too many files"),
-    ],
-)
+@pytest.mark.parametrize("error", [MasterLost("nobody there"), OSError(24, "too many files")])
 def test_it_connects_as_soon_as_there_is_a_master(
-    error: Exception, said: str, started: Callable[..., PoolThread], lines: list[str]
+    error: Exception, started: Callable[..., PoolThread], lines: list[str]
 ) -> None:
+    said = {MasterLost: "nobody there"}.get(type(error), "OSError: [Errno 24] too many files")
     thread = started(NoPool(), *[error] * 3)
     assert thread.wait(10)
     thread.close(10)
