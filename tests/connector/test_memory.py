@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvpool.master.state.hint_log import HintLog
 from kvpool_connector.records.values import ScheduledRequest
 from tests.conftest import keys
 from tests.connector.test_halves import BLOCK, Engine
@@ -21,7 +22,8 @@ pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    monkeypatch.setattr(HintLog.__init__, "__defaults__", (64,))  # a master's of lookups
     pool = LocalPool()
     engine = Engine(pool.master)
     yield engine.connected()

@@ -162,7 +162,7 @@ def test_with_little_memory_sessions_are_better_served_in_turn() -> None:
     """Nobody has said anything of them, and engines cannot compute what all miss."""
     scarce = {"memory_tokens": 470_000, "constants": {"prefill_flop_s": 1e15}, **ONE_ENGINE}
     together, in_turn = run(**scarce), run(admit=True, **scarce)
-    assert in_turn.tokens_s > 1.2 * together.tokens_s
+    assert in_turn.tokens_s > 1.1 * together.tokens_s
     assert in_turn.session_waited.p99 < together.session_waited.p99
 
 

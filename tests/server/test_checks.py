@@ -80,7 +80,7 @@ def forget_a_leaf(store: Store) -> None:
     write(store, [key("leaf")], 1.0, session="ended")
     leaf = block(store, key("leaf"))
     assert leaf.session is not None
-    store.extents.policy.hint("ended", None, 2.0)
+    store.hint("ended", None, 2.0)
     check_invariants(store)
     leaf.is_candidate = False
     check_invariants(store)
