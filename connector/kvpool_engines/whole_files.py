@@ -102,7 +102,7 @@ def _digest_of_keys(files: Iterable[str]) -> str:
 def _key(path: Path) -> str:
     whole = path.resolve()
     state = whole.stat()
-    return f"{whole} {state.st_size} {state.st_mtime_ns} {state.st_ino}"
+    return f"{whole} {state.st_size} {state.st_ctime_ns} {state.st_ino}"  # mtime may be set back
 
 
 def _sum(path: Path) -> str:

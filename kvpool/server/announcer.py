@@ -174,7 +174,7 @@ class MapCheck:
         again = self._resync.failures
         self._resync_not_before = loop_time() + self._resync.next_delay()
         facts = {"listed": reply.blocks, "held": held.blocks, "again": again}
-        log.warning("a master's map differs: sent again", master=self._master, **facts)
+        log.warning("a master's map differs: inventory sent again", master=self._master, **facts)
         return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import shutil
 import struct
 import subprocess
@@ -234,6 +235,15 @@ def test_every_byte_counts_where_all_are_read(
     data, model.of = model.file.stat().st_size - 143 * KIB, whole
     for position in (data, data + 20_001, data + 143 * KIB - 1):
         assert model.changed_at(position) != model.fingerprint
+
+
+def test_a_file_whose_times_were_set_back_is_read_again(cache: Path, model: Model) -> None:
+    before, times = found(model), model.file.stat()
+    data = bytearray(model.file.read_bytes())
+    data[-1] ^= 1
+    model.file.write_bytes(data)
+    os.utime(model.file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert found(model) != before
 
 
 def test_another_process_reads_a_file_once(

@@ -121,6 +121,18 @@ async def running(blocks: list[bytes]) -> AsyncIterator[Setup]:
         await setup.announcer.close()
 
 
+async def test_many_hints_leave_the_loop_to_others() -> None:
+    turns, now = Counter[int](), 0
+    async with running(keys("block", 1)) as setup:
+        vars(setup.store)["hint"] = lambda *_, **__: turns.update([now])
+        for number in range(500):
+            setup.master.hints.asked(f"{number}")
+        while turns.total() < 500:
+            await asyncio.sleep(0)
+            now += 1
+    assert max(turns.values()) <= 8
+
+
 @pytest.mark.parametrize("times", [1, 3])
 async def test_a_bug_in_a_heartbeat_ends_no_announcements(
     times: int, caplog: pytest.LogCaptureFixture

@@ -36,7 +36,7 @@ from kvpool.server.tenancy import Tenancy
 from kvpool.supervision import Supervisor
 from kvpool.tenants import Share, Tenant
 from kvpool.testing.invariants import check_invariants
-from kvpool.types import ROOT, Namespace, ReadStatus, SessionHint, WriteStatus
+from kvpool.types import ARRIVED, ROOT, ChainEnd, Namespace, ReadStatus, SessionHint, WriteStatus
 from tests.conftest import eventually, keys
 
 PAGE = 4096
@@ -312,6 +312,17 @@ def test_a_session_of_another_tenant_is_no_session_of_this_one() -> None:
     write(books, POOL, fresh(11), 1.0)
     write(books, POOL, fresh(5), 7.0)
     assert there(books, ACME, [own]) == 1
+
+
+def test_a_prompt_that_nobody_names_waits_in_its_tenant() -> None:
+    books = store(12, acme=(0, 12))
+    old, young = fresh(3), fresh(3)
+    write(books, ACME, old, 1.0, chain=True)
+    write(books, ACME, young, 2.0, chain=True)
+    write(books, POOL, fresh(6), 3.0)
+    books.hint(ChainEnd(ACME.name, 1, old[-1]), ARRIVED, 4.0)
+    write(books, POOL, fresh(3), 5.0)
+    assert (there(books, ACME, old), there(books, ACME, young)) == (3, 0)
 
 
 def test_a_session_is_ended_in_its_tenant() -> None:

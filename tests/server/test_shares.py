@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 
@@ -11,7 +12,7 @@ from kvpool.master.state.hint_log import EXPLAINED_MAX, HintLog
 from kvpool.server.state.entry import MISSED_MAX, Missed
 from kvpool.shares import Recent, Shares
 from kvpool.testing.policy_checks import work
-from kvpool.types import Namespace
+from kvpool.types import ChainEnd, Namespace
 
 
 def taken(shares: Shares, holder: str) -> int:
@@ -191,9 +192,12 @@ def test_made_up_holders_of_entries_share_one_part() -> None:
     assert recent.get("t0", 0) == 0
 
 
-def test_hints_of_one_tenant_leave_room_for_those_of_others() -> None:
+@pytest.mark.parametrize("of", [str, lambda name: ChainEnd(name, 1, bytes(16))])
+def test_hints_of_one_tenant_leave_room_for_those_of_others(
+    of: Callable[[str], str | ChainEnd],
+) -> None:
     log = HintLog(kept=100)
-    sent = [log.add(f"@acme/{n}", 5.0, 0.0) for n in range(200)]
+    sent = [log.add(of(f"@acme/{n}"), 5.0, 0.0) for n in range(200)]
     assert sent.count(True) == 50
     assert log.add("@globex/s", 5.0, 0.0) is True
     assert log.add("mine", None, 1.0) is True
