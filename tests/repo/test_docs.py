@@ -33,7 +33,7 @@ PRODUCT = ("kvpool", "transports", "tiers", "connector")
 
 #: `path/file.py`, `path/file.py: Name` or `path/file.py: Name.method`, in backticks.
 NAMED = re.compile(r"`([\w./-]+\.py)(?:: ([\w.]+)(?:\(\))?)?`")
-TEST_NAME = re.compile(r"`(test_\w+)`")
+TEST_NAME = re.compile(r"(?:`|::)(test_\w+)(?![\w.])")
 DEFINED = re.compile(r"^ *(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 ANCHOR = re.compile(r'<a id="([^"]+)"></a>')
@@ -107,7 +107,7 @@ def test_the_tests_that_documents_name_exist() -> None:
     tests = [path for path in python_files() if "tests" in path.parts]
     known = {name for path in tests for name in DEFINED.findall(path.read_text())}
     modules = {path.stem for path in tests}
-    for document in CHECKED:
+    for document in (*CHECKED, ".ci/run"):
         named = set(TEST_NAME.findall((ROOT / document).read_text()))
         assert named <= known | modules, f"{document}: {named - known - modules}"
 
