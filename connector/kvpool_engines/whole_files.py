@@ -63,10 +63,10 @@ class WholeFiles:
 
     def __call__(self) -> FileDigest | None:
         if self._found is None and (status := self._process.poll()) is not None:
-            output = self._process.communicate()[0]
-            files, _, digest = output.decode().partition(" ")
+            output = self._process.communicate()[0].decode()
+            files, _, digest = output.partition(" ")
             if status:
-                self._found = FileDigest("unknown", f"the process that reads them: exit {status}")
+                self._found = FileDigest("unknown", output or f"their reader ended with {status}")
             elif files != _digest_of_keys(self._files):
                 self._found = FileDigest("unknown", "they were changed after the engine's start")
             else:
@@ -80,13 +80,12 @@ def read(model: str, revision: str = "") -> dict[str, str]:
     kept, found = _kept(), {}
     for path in weight_files.paths(model, revision):
         key = _key(path)
-        if key in kept:
-            found[key] = kept[key]
-            continue
-        found[key] = _sum(path)
-        if _key(path) != key:
-            raise OSError(f"{path} was changed while it was read")
-        _keep({**kept, **found})
+        if key not in kept:
+            kept[key] = _sum(path)
+            if _key(path) != key:
+                raise OSError(f"{path} was changed while it was read")
+            _keep(kept)
+        found[key] = kept[key]
     return found
 
 
@@ -155,5 +154,9 @@ def _keep(sums: Mapping[str, str]) -> None:
 
 if __name__ == "__main__":
     os.nice(19)
-    found = read(*sys.argv[1:3])
-    print(_digest_of_keys(found), _digest(found.values()), end="")
+    try:
+        found = read(*sys.argv[1:3])
+        print(_digest_of_keys(found), _digest(found.values()), end="")
+    except OSError as error:
+        print(error, end="")
+        sys.exit(1)

@@ -246,6 +246,12 @@ def test_a_file_whose_times_were_set_back_is_read_again(cache: Path, model: Mode
     assert found(model) != before
 
 
+def test_why_a_file_cannot_be_read_is_said(cache: Path, model: Model) -> None:
+    model.file.unlink()
+    model.file.mkdir()
+    assert "Is a directory" in found(model).problem
+
+
 def test_another_process_reads_a_file_once(
     cache: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

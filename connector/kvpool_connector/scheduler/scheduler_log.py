@@ -38,13 +38,10 @@ class SchedulerLog:
         if self._missing or names.problem:
             return
         self._missing = True
-        self.line(
-            "nothing is loaded or saved until another process has read all of the weights' files: "
-            "the kernels of this engine hide weights"
-            if names.reads_files
-            else f"nothing is loaded or saved: ranks {names.missing_ranks} have not described "
-            "their model"
-        )
+        why = f"ranks {names.missing_ranks} have not described their model"
+        if names.reads_files:
+            why = "its kernels hide weights, so another process reads all of their files first"
+        self.line(f"nothing is loaded or saved: {why}")
 
     def refused_adapter(self, adapter: Adapter, *, replaced: bool) -> None:
         if self._adapters:
