@@ -3,17 +3,17 @@
     with kvpool.sync.connect("127.0.0.1:7450") as pool:
         match = pool.match(namespace, chain)
 
-An event loop runs in a thread of its own; any thread may call, several at the same time. A call
+An event loop runs in a thread of its own; any thread may call, also from a signal's handler. A call
 that is interrupted (KeyboardInterrupt) cancels what it started before it raises.
 """
 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import functools
 import inspect
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,6 +25,7 @@ from kvpool.arguments import as_float
 from kvpool.client import admin as administration
 from kvpool.client import opening, session
 from kvpool.client.buffers import BufferLike, DeviceBlock, with_device_blocks
+from kvpool.client.context import TIMEOUT_S_MAX
 from kvpool.config import ClientConfig
 from kvpool.errors import Closed, DeadlineExceeded, Unavailable
 from kvpool.protocols import View
@@ -102,8 +103,8 @@ class Pool:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpool", daemon=True)
         self._closed = self._has_device = False
-        self._lock = threading.Lock()
-        self._begin = threading.Lock()  # no call begins when the pool is closed
+        self._lock = threading.RLock()
+        self._begin = threading.RLock()  # no call begins when the pool is closed
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -158,22 +159,32 @@ class Pool:
         try:
             yield shown
         finally:
-            self._run(view.__aexit__(None, None, None), timeout)
+            with suppress(Closed):  # the pool was closed inside the `with`: it has no pins any more
+                self._run(view.__aexit__(None, None, None), timeout)
 
     def close(self) -> None:
-        """End every running call, with Closed or as a miss, then the thread. Idempotent."""
+        """End every running call, with Closed or as a miss, then the thread. Idempotent.
+
+        A signal's handler may call it. At the interpreter's end it does nothing, as in the child of
+        a fork: the thread runs no more, and the process ends its connections.
+        """
+        if os.getpid() != self._pid or sys.is_finalizing():
+            return
         with self._lock:
-            if self._closed or os.getpid() != self._pid:
+            if self._closed:
                 return
             self._check()
             try:
-                self._run(self._inner.close(), None)
+                with suppress(Closed):  # a signal's handler has closed it in between
+                    self._run(self._inner.close(), None)
             finally:
                 self._stop()
 
     def _stop(self) -> None:
         with self._begin:
-            self._closed = True
+            closed, self._closed = self._closed, True
+        if closed:
+            return
         self._loop.call_soon_threadsafe(self._loop.create_task, self._end_loop())
         self._thread.join()
         self._loop.close()
@@ -201,48 +212,59 @@ class Pool:
         return found
 
     def _run(self, call: Coroutine[Any, Any, T], timeout: float | None) -> T:
-        ended: concurrent.futures.Future[T] = concurrent.futures.Future()
         tasks: list[asyncio.Task[T]] = []
+        # Given back when the call has ended. No other lock is held while this thread waits: it may
+        # run a signal's handler meanwhile, which calls the pool as well, or closes it.
+        ended = threading.Lock()
+        ended.acquire()
+
+        def end(task: asyncio.Task[T]) -> None:
+            _ = task.cancelled() or task.exception()  # asked for by nobody after an interrupt
+            ended.release()
 
         def start() -> None:
             tasks.append(self._loop.create_task(call))
-            tasks[0].add_done_callback(lambda task: _hand_over(task, ended))
+            tasks[0].add_done_callback(end)
 
         try:
             self._check()  # before the lock: a forked child has one that nobody gives back
-            with self._begin:
-                if self._closed:
-                    raise Closed("the pool is closed")
-                self._loop.call_soon_threadsafe(start)
         except Closed:
             call.close()
             raise
         try:
-            # A timeout that is no number is refused by the call itself.
+            with self._begin:
+                if not self._closed:
+                    self._loop.call_soon_threadsafe(start)
+                if self._closed:  # also by a signal's handler, in the middle of the line above
+                    raise Closed("the pool is closed")
+            # A timeout that is no bound is refused by the call itself.
             seconds = self._timeout_s if timeout is None else as_float(timeout) or 0.0
-            return ended.result(seconds + _GRACE_S)
-        except concurrent.futures.TimeoutError as error:
-            if ended.done():
-                raise  # the call's own
-            self._cancel(tasks, ended)
-            raise DeadlineExceeded("the pool's thread did not answer") from error
-        except concurrent.futures.CancelledError:
-            raise Closed("the pool was closed during this call") from None
-        except BaseException:
-            # An error of the call itself: there is nothing to cancel, and the loop may be closed.
-            if not ended.done():
+            seconds = seconds if seconds <= TIMEOUT_S_MAX else 0.0
+            if not ended.acquire(timeout=max(seconds + _GRACE_S, 0.0)):
+                raise DeadlineExceeded("the pool's thread did not answer")
+        except BaseException as error:
+            if not (tasks and tasks[0].done()):
                 self._cancel(tasks, ended)
+            if not tasks:
+                call.close()
+            if isinstance(error, RuntimeError):  # a signal's handler has closed the loop
+                raise Closed("the pool is closed") from None
             raise
+        try:
+            return tasks[0].result()
+        except asyncio.CancelledError:
+            raise Closed("the pool was closed during this call") from None
 
-    def _cancel(self, tasks: list[asyncio.Task[T]], ended: concurrent.futures.Future[T]) -> None:
+    def _cancel(self, tasks: list[asyncio.Task[Any]], ended: threading.Lock) -> None:
         """Also wait until the call has ended: until then it may write into the caller's buffers."""
         with suppress(RuntimeError):  # the loop is closed, and the call has ended
-            self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-        while self._thread.is_alive() and not concurrent.futures.wait([ended], 0.1).done:
+            # Behind what starts it. It has not begun if this thread was interrupted before that.
+            self._loop.call_soon_threadsafe(lambda: tasks[0].cancel() if tasks else ended.release())
+        while self._thread.is_alive() and not ended.acquire(timeout=0.1):
             pass
 
     def _check(self) -> None:
-        if self._closed:
+        if self._closed or sys.is_finalizing():
             raise Closed("the pool is closed")
         if os.getpid() != self._pid:
             raise Closed("the pool was opened before a fork: open another one in the child")
@@ -285,14 +307,3 @@ class Admin:
     drain = _blocking(administration.Admin.drain)
     drain_report = _blocking(administration.Admin.drain_report)
     cancel_drain = _blocking(administration.Admin.cancel_drain)
-
-
-def _hand_over(task: asyncio.Task[T], ended: concurrent.futures.Future[T]) -> None:
-    """Pass the outcome of a task to the thread that waits for it."""
-    if task.cancelled():
-        ended.cancel()
-        ended.set_running_or_notify_cancel()
-    elif (error := task.exception()) is not None:
-        ended.set_exception(error)
-    else:
-        ended.set_result(task.result())

@@ -44,7 +44,7 @@ class ClientContext:
         self.loop = asyncio.get_running_loop()
         self.closed = False
         self._timeout_s = config.timeout_s
-        self._pid = os.getpid()
+        self.pid = os.getpid()  # no child's, by a fork
 
     def check_open(self) -> None:
         """Raises Closed after the pool was closed."""
@@ -58,13 +58,9 @@ class ClientContext:
         timeout that is no bound, because every call must end (design: hedging).
         """
         self.check_open()
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise Closed("the pool was opened before a fork: open another one in the child")
-        try:
-            here: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
-        except RuntimeError:
-            here = None
-        if here is not self.loop:
+        if asyncio._get_running_loop() is not self.loop:
             raise Closed(
                 "the pool belongs to another event loop or thread: use kvpool.sync.Pool from "
                 "threads, or open one pool in each loop"

@@ -8,6 +8,7 @@ wrong arguments.
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -442,8 +443,10 @@ class Pool:
         return removed
 
     async def close(self) -> None:
-        """End every running call, then every connection. Idempotent."""
-        if not self._context.closed:
+        """End every running call, then every connection. Idempotent. In a fork's child it does
+        nothing: the connections are its parent's. Raises Closed in another thread or loop."""
+        if not self._context.closed and self._context.pid == os.getpid():
+            self._context.begin(None)
             self._context.closed = True
             await self._extensions.close()
             self._context.masters.close()  # first: what a call connects after it is closed at once

@@ -282,10 +282,12 @@ async def test_cancelled_at_every_step(watched: dev.Dev, name: str, transport: s
 async def test_a_pool_from_before_a_fork(watched: dev.Dev) -> None:
     async with watched.pool() as pool:
         child = os.fork()
-        if not child:  # no loop runs here: the call must end at its first step
+        if not child:  # no loop runs here: the calls must end at their first step
             try:
-                pool.match(NAMESPACE, CHAIN).send(None)
-            except Closed:
+                with pytest.raises(Closed):
+                    pool.match(NAMESPACE, CHAIN).send(None)
+                pool.close().send(None)
+            except StopIteration:
                 os._exit(0)
             finally:
                 os._exit(1)

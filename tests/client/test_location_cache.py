@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import ClientConfig, Namespace, ReadStatus, WriteStatus, admin, dev
+from kvpool import ClientConfig, Namespace, ReadStatus, admin, dev
 from kvpool.client.location_cache import CachedLocation, LocationCache
 from kvpool.server.connection import ServerConnection
 from tests.conftest import NAMESPACE, key, keys, read_back, value, values
@@ -47,19 +47,6 @@ async def test_what_has_moved_is_found_where_it_is_now(two_servers: dev.Dev) -> 
         for digest in chain[:4]:
             await admin(other).write_to(second, NAMESPACE, digest, value(digest))
         assert await read_back(pool, chain) == [ReadStatus.HIT] * 4 + [ReadStatus.REMOVED] * 2
-
-
-async def test_a_server_that_is_gone_is_forgotten(two_servers: dev.Dev) -> None:
-    chain = keys("chain", 6)
-    config = ClientConfig(masters=[two_servers.address], transports=["tcp"])
-    async with two_servers.pool(config) as pool:
-        assert set(await pool.write(NAMESPACE, chain, values(chain), copies=2)) == {
-            WriteStatus.STORED
-        }
-        for server in two_servers.servers:
-            assert set(await read_back(pool, chain)) == {ReadStatus.HIT}
-            await server.close()
-        assert ReadStatus.HIT not in await read_back(pool, chain)
 
 
 def fall_silent(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:

@@ -1,19 +1,11 @@
-"""Named tuples that are made from columns are those that a call makes."""
+"""Results that are made from columns."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvpool.types import ReadBlock, ReadResult, ReadStatus, row_of
+from kvpool.types import ReadResult, ReadStatus
 from kvpool_transports.streams.requests import verified
-
-
-def test_rows_are_the_named_tuples_of_their_columns() -> None:
-    digests, sizes = [b"a" * 16, b"b" * 16], [3, 4]
-    pieces = [(memoryview(bytes(size)),) for size in sizes]
-    rows = list(map(row_of(ReadBlock), zip(digests, pieces, sizes, strict=True)))
-    assert rows == [ReadBlock(*row) for row in zip(digests, pieces, sizes, strict=True)]
-    assert [(row.digest, row.size) for row in rows] == [(b"a" * 16, 3), (b"b" * 16, 4)]
 
 
 def test_each_block_of_a_batch_is_verified_by_its_own_checksum() -> None:

@@ -6,8 +6,12 @@ import asyncio
 import inspect
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -87,6 +91,8 @@ def test_views_removal_and_explanations(address: str) -> None:
         pool.write(NAMESPACE, [key("v")], [value(key("v"))])
         with pool.read_view(NAMESPACE, [key("v")]) as (view,):
             assert view.data == value(key("v"))
+        with kvpool.sync.connect(address) as other, other.read_view(NAMESPACE, [key("v")]):
+            other.close()  # nothing is raised where the view ends
         assert pool.remove(NAMESPACE, [key("v")]) == [True]
         assert kvpool.sync.admin(pool).explain(NAMESPACE, [key("v")])[0].status.label == "removed"
 
@@ -124,16 +130,34 @@ def test_closing_ends_the_calls_of_other_threads(address: str) -> None:
     assert ended.is_set()
 
 
-def test_an_error_of_a_call_needs_no_loop(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may close the pool, and its loop, before this one handles the error."""
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("does", ["calls", "closes"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_signals_handler_may_call_or_close(address: str, does: str, first: bool) -> None:
+    """In the middle of what hands a call over, before and behind its only step."""
+    pool = kvpool.sync.connect(address)
+    run, handled = pool._loop.call_soon_threadsafe, []
 
-    async def fail() -> None:
-        raise Closed("the pool is closed")
+    def interrupted(*asked: Any) -> Any:
+        pool._loop.call_soon_threadsafe = run  # type: ignore[method-assign]
+        if not first:
+            run(*asked)
+        handled.append(pool.members() if does == "calls" else pool.close())
+        return run(*asked) if first else None
 
-    with kvpool.sync.connect(address) as pool:
-        monkeypatch.setattr(pool, "_cancel", lambda *_: pytest.fail("nothing is to be cancelled"))
-        with pytest.raises(Closed):
-            pool._run(fail(), None)
+    pool._loop.call_soon_threadsafe = interrupted  # type: ignore[method-assign]
+    with nullcontext() if does == "calls" else pytest.raises(Closed):
+        assert pool.members()
+    assert len(handled) == 1
+    pool.close()
+
+
+async def test_the_interpreters_end_does_not_wait_for_it(address: str) -> None:
+    source = "import sys, kvpool.sync\nclass Engine:\n    def __del__(self): self.pool.close()\n"
+    source += "engine = Engine()\nengine.pool = kvpool.sync.connect(sys.argv[1])"
+    command, began = [sys.executable, "-c", source, address], time.monotonic()
+    ended = await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr, time.monotonic() - began < 9) == (0, b"", True)
 
 
 def test_a_call_that_begins_while_the_pool_is_closed_ends(
