@@ -13,7 +13,7 @@ class Record(NamedTuple):
 
     `size` bytes at `offset` are one part of a block and have this `checksum`, which covers the key
     as well. If two records overlap, the one with the higher `generation` is valid
-    (design: nvme-format). It was written with so many `copies`.
+    (design: nvme-format). Both numbers are below 2**64. It was written with so many `copies`.
     """
 
     namespace: Namespace
@@ -43,9 +43,10 @@ class PersistentTier(Protocol):
 
         Called when the bytes have been written. Until it returns, `recover` may find any subset of
         `records`; the same after Unavailable, which it raises when the medium fails. Raises
-        UsageError for an extent that does not fit; then none of the records is stored. A tier may
-        have room for a limited number of namespaces, of each tenant its share: it leaves out a
-        record of another one without an error, and counts it (`KeepsSome`).
+        UsageError for an extent that is empty, is not aligned or does not fit; then none of the
+        records is stored. A tier may have room for a limited number of namespaces, of each tenant
+        its share: it leaves out a record of another one without an error, and counts it
+        (`KeepsSome`).
         """
 
     async def erase(self, offsets: Sequence[int]) -> None:
@@ -61,9 +62,10 @@ class PersistentTier(Protocol):
         Called once, before anything is written. Damaged contents raise no error: a record that does
         not verify is dropped, and does not come back later. (One that was hidden by damage
         elsewhere, and is whole again, may come back.) Every record returned was persisted in this
-        form. Of extents that overlap, the one with the highest generation is returned. A list is
-        the caller's, who empties it. Raises Unavailable when the medium fails as a whole, and
-        ConfigError when its contents are not this tier's.
+        form. Of extents that overlap, the one with the highest generation is returned; the others
+        do not come back, also when that one is erased. A list is the caller's, who empties it.
+        Raises Unavailable when the medium fails as a whole, and ConfigError when its contents are
+        not this tier's.
         """
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import random
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, Final, TypeAlias
@@ -26,6 +27,8 @@ PAGE: Final = 4096
 LONG_S: Final = 20_000.0
 #: Instructions of the interpreter that fit into 5 ms, and into the few hundred steps of one call.
 CALL_MAX: Final = 150_000
+#: Blocks that leave, of which a policy may keep some until it tidies up.
+_REMOVED: Final = 4000
 
 ONE: Final = Namespace("one")
 TWO: Final = Namespace("two", parts=2)
@@ -67,7 +70,7 @@ class PolicyCheck:
 class Block(Entry):
     """One that shows who looks at it, also from inside of a function in C, and who changes it."""
 
-    __slots__ = ("written",)
+    __slots__ = ("__weakref__", "written")
 
     written: set[str]
 
@@ -289,6 +292,20 @@ def a_removed_block_is_no_victim(promise: Promise, make: MakePolicy) -> None:
     bad = len(victims & removed)
     promise.expect(not bad, "no victim that was removed before", f"{bad} of them")
     promise.expect(again <= victims, "the blocks written again", f"{len(again - victims)} missing")
+
+
+@PolicyCheck
+def removed_blocks_take_no_memory(promise: Promise, make: MakePolicy) -> None:
+    """Thousands come and leave behind others whose turn is earlier: most are not kept."""
+    blocks = WrittenBlocks(promise, make, 50)
+    removed: weakref.WeakSet[Block] = weakref.WeakSet()
+    for number in range(_REMOVED):
+        block = blocks.admitted(("short", number))
+        removed.add(block)
+        blocks.policy.remove(block)
+    del block
+    kept = len(removed)
+    promise.expect(kept <= _REMOVED // 2, "most removed blocks to be gone", f"{kept} are kept")
 
 
 @PolicyCheck

@@ -172,8 +172,8 @@ async def what_cannot_be_an_extent_is_refused(scene: Scene, make: MakeTier) -> N
         step, end = tier.alignment, tier.capacity
         good = record(0, step, 1)
         for offset, size in ((end, 1), (end - step, step + 1), (-step, 1), (1, 1), (step, 0)):
-            remembering = memory.persist([good, record(offset, size, 2)])
-            await scene.raises(UsageError, remembering, f"remembering {size} bytes at {offset}")
+            refused = memory.persist([good, record(offset, size, 2)])
+            await scene.raises(UsageError, refused, f"`persist` of {size} bytes at {offset}")
     now = await found(make)
     scene.expect(not now, "no record", listed(now))
 
@@ -184,10 +184,10 @@ async def a_closed_tier_remembers_nothing(scene: Scene, make: MakeTier) -> None:
     async with recovered(make) as (tier, memory):
         await memory.persist([record(0, 1, 1)])
         tier.close()
-        remembering = memory.persist([record(tier.alignment, 1, 2)])
-        await scene.raises(Closed, remembering, "remembering after `close`")
-        await scene.raises(Closed, memory.erase([0]), "erasing after `close`")
-        await scene.raises(Closed, memory.recover(), "recovering after `close`")
+        late = memory.persist([record(tier.alignment, 1, 2)])
+        await scene.raises(Closed, late, "`persist` after `close`")
+        await scene.raises(Closed, memory.erase([0]), "`erase` after `close`")
+        await scene.raises(Closed, memory.recover(), "`recover` after `close`")
     now = await found(make)
     scene.expect(now == {record(0, 1, 1)}, "what was remembered before `close`", listed(now))
 

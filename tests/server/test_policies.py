@@ -315,14 +315,10 @@ class KeepsRejected(LRU[Entry]):
 
     def victim(self, newcomer: Entry, evictable: Evictable, now: float) -> Answer:
         rejected = []
-        while isinstance(block := self.oldest(), Entry):
-            if evictable(block):
-                break
+        while isinstance(block := self.oldest(), Entry) and not evictable(block):
             rejected.append(block)
             self.take()
-        else:
-            block = None
-        if block is not None:
+        if isinstance(block, Entry):
             self.take()
         for one in rejected:
             self.add_candidate(one)
@@ -452,6 +448,7 @@ class OneStamp(LRU[Entry]):
         (ForgetsToAsk, "random_histories_in_a_store"),
         (KeepsTheRemoved, "a_removed_block_is_no_victim"),
         (KeepsTheRemoved, "random_histories_in_a_store"),
+        (Lists, "removed_blocks_take_no_memory"),
         (NeverGives, "every_candidate_is_a_victim_once"),
         (NeverGives, "bypass_ends"),
         (NeverGives, "random_histories_in_a_store"),
