@@ -198,9 +198,8 @@ class ServerConnection:
             self._id, namespace, part, digests, now, buffer_sizes, view=view, in_place_above=above
         )
         hits = [pin.extent.size for pin in pins if pin.extent is not None]
-        counters = self._context.counters
+        size, missed, counters = sum(hits), 0, self._context.counters
         counters["read_blocks"] += len(hits)
-        size, missed = sum(hits), 0
         counters["read_bytes"] += size
         if len(hits) < len(pins):
             later = sum(pin.status is ReadStatus.NOT_YET for pin in pins)

@@ -176,6 +176,8 @@ def _check_owners(store: Store, held: dict[int, Entry]) -> None:
         store.index.stored_bytes,
     ):
         raise InvariantViolated("the counts of stored blocks and bytes are wrong")
+    if not store.index.copied and any(entry.copies > 1 for entry in stored):
+        raise InvariantViolated("a block has copies, and the index does not know it")
     _check_budgets(store)
 
 

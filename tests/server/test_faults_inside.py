@@ -107,8 +107,7 @@ async def test_a_bug_while_blocks_go_to_the_disk_ends_no_write_back(
 
 
 class Faulty(Nvme):
-    """Fails as no tier may: calls with `failing` names do, until that is empty. Writes wait while
-    `paused`."""
+    """Fails as no tier may: calls that `failing` names do. Writes wait while `paused`."""
 
     def __init__(self, path: Path, failures: Sequence[tuple[str, Exception]] = ()) -> None:
         super().__init__(32 << 20, path, direct=False)

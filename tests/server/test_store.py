@@ -414,7 +414,7 @@ def test_a_circle_in_a_file_is_cut(length: int) -> None:
     parents = {digest: circle[number - 1] for number, digest in enumerate(circle)}
     parents |= dict(zip(chain, [ROOT, *chain], strict=False))
     restored = [
-        books.restore(Record(ONE, 0, digest, parents[digest], 4096 * place, 4096, 0, place + 1))
+        books.restore(Record(ONE, 0, digest, parents[digest], 4096 * place, 4096, 0, place + 1, 2))
         for place, digest in enumerate([*chain[::-1], *circle])
     ]
     entries = [entry for entry in restored if entry is not None]

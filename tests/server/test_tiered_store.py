@@ -229,8 +229,7 @@ def test_a_full_tier_waits_for_the_base_and_for_nothing_else() -> None:
 
 
 def flooded_while_read(*, write_back: bool = False) -> tuple[Server, bytes]:
-    """Memory for 4 blocks: one that has a copy below, and three that wait; it was read after they
-    were written."""
+    """Memory for 4 blocks: one with a copy below, read after the three that wait were written."""
     server = Server(4, 64, write_back=write_back)
     hot = key("hot")
     server.write(1, ONE, 0, [hot])

@@ -149,8 +149,7 @@ def test_a_writer_waits_for_dirty_blocks_where_only_announced_ones_are_clean() -
 
 
 def test_a_session_that_ends_gives_up_all_parts_of_its_block() -> None:
-    """Also one that another wrote, and that was no victim before: the first part was
-    dirty."""
+    """Also one that another wrote, and no victim before, because the first part was dirty."""
     server = Server(4, 64, write_back=True)
     stack = server.stack
     server.write(1, TWO, 1, keys("chain", 1))

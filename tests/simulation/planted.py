@@ -648,8 +648,8 @@ BUGS: Sequence[Bug] = read(
 -elif foreign and account.spare < (needed := self._extent(found)):
 +elif foreign and account.used < (needed := self._extent(found)):
 @@ limit-off-by-one-extent  G12  kvpool.server.state.store
--over = account.used + taken > account.limit
-+over = account.used >= account.limit
+-offset = None if account.used + taken > limit else allocator.allocate(size)
++offset = None if account.used >= limit else allocator.allocate(size)
 @@ quota-of-a-removed-tenant-kept  G12  kvpool.server.state.quota  seed 13
 -            account.set_quota(self._quotas.get(name))
 +            account.set_quota(self._quotas.get(name, account.quota))

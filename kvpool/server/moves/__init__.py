@@ -46,7 +46,7 @@ class Moves(ServerExtension):
 
     def __init__(self, parts: ServerParts) -> None:
         config, context = parts.config, parts.context
-        self._server = parts.extensions
+        self._server, self._stores = parts.extensions, context.store.stores
         self.peers = PeerServers(
             context.server,
             parts.host,
@@ -105,9 +105,10 @@ class Moves(ServerExtension):
         )
 
     def _read(self, namespace: Namespace, part: int, digests: Sequence[bytes], client: str) -> None:
-        fetches = self._servers.get("", client)
-        if not fetches and self.repair.read(namespace, part, digests):
-            self.hand_over.wake()
+        if any(store.index.copied for store in self._stores):
+            fetches = self._servers.get("", client)
+            if not fetches and self.repair.read(namespace, part, digests):
+                self.hand_over.wake()
 
     def _others_have_room(self) -> None:
         self.balance.others_have_room()

@@ -32,6 +32,7 @@ class BlockIndex:
         self.stored = 0  # visible blocks (parts count singly)
         self.stored_bytes = 0
         self.sealed_bytes = 0  # of all blocks that were sealed here
+        self.copied = False  # some block was written with copies
         self.by_part: dict[tuple[Namespace, int], Index] = {}
 
     def peek(self, namespace: Namespace, part: int, digest: bytes) -> Entry | None:

@@ -95,13 +95,14 @@ class Store:
         extents, held, allocator = self.extents, self.held, self.allocator
         policy, blocks_at = extents.policy, extents.blocks_at
         index = self.index.of(request.namespace, request.part, policy.account_of)
-        account, holder = index.account, held.owner(owner)
+        self.index.copied = self.index.copied or max(request.copies or (1,)) > 1
+        account, limit, holder = index.account, index.account.limit, held.owner(owner)
         reservations, left = holder.reservations, held.left_to_reserve(holder)
         session = policy.begin_write(index, request, now, moved=owner == MOVER)
         granted, answers = dict[bytes, Entry](), list[Reservation]()
         refusal: Reservation | None = None
         # What is above a lowered limit goes in steps, not all at once for a block that moves.
-        in_steps = account.used > account.limit if owner == MOVER else extents.in_steps
+        in_steps = account.used > limit if owner == MOVER else extents.in_steps
         extents.steps_left = STEPS_MAX if in_steps else UNLIMITED
         fresh, spare = list[Entry](), list[int]()  # to be entered; extents for those that follow
         found, mask = index.blocks.get_all(request.digests), allocator.alignment - 1
@@ -116,7 +117,7 @@ class Store:
                 answers.append(self._already_here(known, session, now, copies))
             elif size > allocator.capacity:
                 answers.append(Reservation(WriteStatus.TOO_LARGE))
-            elif refusal is not None or size > account.limit:
+            elif refusal is not None or size > limit:
                 answers.append(refusal or _NO_SPACE)
             elif left <= 0:
                 answers.append(refusal := ASK_AGAIN if reservations else _NO_SPACE)
@@ -129,8 +130,7 @@ class Store:
                 entry.session, entry.copies, entry.born = session, copies, id
                 left -= taken
                 if not spare:
-                    over = account.used + taken > account.limit
-                    offset = None if over else allocator.allocate(size)
+                    offset = None if account.used + taken > limit else allocator.allocate(size)
                     if offset is None:
                         self._enter(index, holder, fresh, now)
                         alike = alike if alike >= 0 else _alike_until(request, found, len(answers))

@@ -66,6 +66,7 @@ class FileStore(Store):
         self.extents.blocks_at[offset] = entry
         index.count(self.allocator.rounded(size))
         index.link_all([entry], restored=True)
+        self.index.copied = self.index.copied or copies > 1
         self.index.count(entry, 1)
         return entry
 

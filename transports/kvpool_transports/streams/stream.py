@@ -130,11 +130,9 @@ class Stream(asyncio.BufferedProtocol):
             if self._write_paused:
                 await self._flush(deadline)
             return checksums
-        first = True
-        for portion in writes(head, payload, seeds, checksums):
-            if not first:
+        for number, portion in enumerate(writes(head, payload, seeds, checksums)):
+            if number:
                 await asyncio.sleep(0)  # a fast peer must not keep other tasks from running
-            first = False
             for together in portion:
                 if self.lost:  # since the last write
                     raise self._error()
