@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
+from typing import cast
 
 
 def open_standard_streams() -> None:
     """Those that are closed are /dev/null from now on.
 
     Else the next file or socket would have the number of one, such as a disk's of blocks, and would
-    get whatever is printed there.
+    get whatever is printed there. What their encoding does not have is written as an escape.
     """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
@@ -20,3 +22,4 @@ def open_standard_streams() -> None:
             os.set_inheritable(number, True)
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+    cast(TextIOWrapper, sys.stdout).reconfigure(errors="backslashreplace")

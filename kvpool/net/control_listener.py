@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, cast
 
-from kvpool import logs
+from kvpool import errors, logs
 from kvpool.addresses import join, listening_socket, network_of, numeric
 from kvpool.errors import ConfigError, KvpoolError, Overloaded, PeerError, Unauthenticated
 from kvpool.guard import Guard
@@ -372,7 +372,8 @@ class _MasterEnd(asyncio.Protocol):
         self._weigh()
 
     def _too_late(self) -> None:
-        self._end(Unauthenticated(f"its handshake was not complete after {HELLO_S:g} s"))
+        late = Unauthenticated if self._unproved else errors.DeadlineExceeded  # no wrong proof
+        self._end(late(f"its handshake was not complete after {HELLO_S:g} s"))
 
     def _look_again(self) -> None:
         self._late = None

@@ -641,13 +641,15 @@ async def test_a_port_full_of_silent_connections_still_takes_an_honest_caller(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_listener, "HELLO_S", 1.0)
+    monkeypatch.setattr("kvpool.strangers.WRONG_PROOFS_PER_S", 0.0)
     async with served(cluster) as master:
-        master.listener._strangers._limit = 20
-        writers = await silent(master, 60)
+        master.listener._strangers._limit = limit = WRONG_PROOFS_MAX + 20
+        writers = await silent(master, limit + 40)
         await eventually(lambda: master.listener.refused == 40)
-        assert len(master.listener._arrived) == 20
+        assert len(master.listener._arrived) == limit
         await ask(master.connect())
         await eventually(lambda: len(master.listener._arrived) == 1)  # they are ended, too
+        await ask(master.connect())  # and were no wrong proofs of this address
         for writer in writers:
             writer.close()
 
