@@ -1,7 +1,7 @@
 """What the pool does to a real vLLM engine: hits, overhead, slow pools, swarms, many requests.
 
-    .venv-vllm/bin/python -m benchmarks.engines [hits] [overhead] [never_slower] [steady] [swarm]
-        [busy]
+    .venv-vllm/bin/python -m benchmarks.engines [hits] [overhead] [saves] [never_slower] [steady]
+        [swarm] [busy]
 
 Two engines with one tiny model on a CPU, one with a pool and one without, take turns; each in a
 process of its own. `never_slower` throttles the pool's link from fast to absurd. The pool is this
@@ -10,6 +10,7 @@ process, over tcp there, and over shared memory otherwise.
 
 from __future__ import annotations
 
+import random
 import statistics
 import subprocess
 import sys
@@ -37,6 +38,9 @@ BUSY_PROMPTS = 30
 BUSY_TOKENS = 700
 BUSY_CLIENTS = 4
 SWARMS = (1, 8, 24)
+#: Pairs of rounds with saves and without; the first of a process are slow.
+SAVE_PAIRS = 500
+WARM_UP = 10
 
 
 SIZES: dict[str, Any] = {"kv_cache_memory_bytes": 256 << 20, "max_num_batched_tokens": 4096}
@@ -135,6 +139,57 @@ def overhead(console: Console, folder: Path) -> None:
             f"  {name}: {used[1][name] / PAIRS * 1e3:.1f} ms of CPU a round, "
             f"{used[0][name] / PAIRS * 1e3:.1f} without"
         )
+
+
+def saves(console: Console, folder: Path) -> None:
+    """One engine; of each pair of equal rounds one saves all prompts and answers, the other none.
+
+    On a busy machine wall time says little. What saving costs the answers is CPU of the engine's
+    own thread, with which every step begins and ends; other threads copy and hash.
+    """
+    pool = LocalPool()
+    config = _settings(pool, "shm", "auto")
+    engine = Engine(model(), folder / "saves.log", kv_transfer_config=config, **SIZES)
+    draws = random.Random(1)
+    pairs: list[dict[bool, Counter[str]]] = []
+    with closing(engine):
+        for turn in range(WARM_UP + SAVE_PAIRS):
+            pairs.append({})
+            for skipped in (False, True)[:: 1 if turn % 2 else -1]:
+                prompts = [draws.choices(range(10, 900), k=500) for _ in range(8)]
+                params = {"kvpool": {"skip_save": skipped}}
+                before, tokens_before = cpu_s(engine), _between_tokens_s(engine)
+                engine.generate(prompts, max_tokens=64, params=params)
+                answered, tokens_s = cpu_s(engine), _between_tokens_s(engine)
+                engine.forget()  # all saves have ended
+                used, in_all = answered - before, cpu_s(engine) - before
+                pairs[-1][skipped] = Counter(
+                    {
+                        "CPU of the engine's thread until the answers": used["MainThread"],
+                        "CPU of all threads until all is saved": in_all.total(),
+                        "wall time between tokens": tokens_s - tokens_before,
+                    }
+                )
+        saved = engine.metrics()["vllm:kvpool_saved_blocks"]
+    pool.close()
+    pairs = pairs[WARM_UP:]
+    console.print(
+        f"{len(pairs)} pairs of rounds of 8 x (500 + 64) tokens; {saved:.0f} blocks saved"
+    )
+    for name in pairs[0][False]:
+        ratios = [pair[False][name] / pair[True][name] for pair in pairs]
+        drawn = (draws.choices(ratios, k=len(ratios)) for _ in range(1000))
+        medians = sorted(map(statistics.median, drawn))
+        console.print(
+            f"  {name}: {statistics.median(ratios):.3f} of that without saves (median of pairs; "
+            f"95 %: {medians[25]:.3f} to {medians[974]:.3f}); "
+            f"{statistics.median(pair[True][name] for pair in pairs) * 1e3:.0f} ms without"
+        )
+
+
+def _between_tokens_s(engine: Engine) -> float:
+    """Seconds between the tokens of all answers so far."""
+    return engine.metrics()["vllm:inter_token_latency_seconds_sum"]
 
 
 def never_slower(console: Console, folder: Path) -> None:
@@ -295,6 +350,7 @@ def main() -> None:
     known: dict[str, Callable[[Console, Path], None]] = {
         "hits": hits,
         "overhead": overhead,
+        "saves": saves,
         "never_slower": never_slower,
         "steady": steady,
         "swarm": swarm,
