@@ -146,7 +146,5 @@ def test_a_type_that_cannot_be_compared_is_refused() -> None:
         ((0, 9, 2), [0, 8]),
     ],
 )
-def test_blocks_are_spread_over_the_prompt(
-    arguments: tuple[int, int, int], expected: list[int]
-) -> None:
+def test_blocks_are_spread_evenly(arguments: tuple[int, int, int], expected: list[int]) -> None:
     assert spread(*arguments) == expected

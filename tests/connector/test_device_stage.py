@@ -220,7 +220,7 @@ async def test_caches_that_were_made_in_inference_mode_are_written() -> None:
     assert not any(cache[1].any() for cache in layers.values())
 
 
-def test_a_fingerprint_needs_little_memory_beside_the_weights(
+def test_a_fingerprint_needs_little_memory_beside_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Sums are made of some rows at a time, and come out the same."""

@@ -222,7 +222,7 @@ def test_memory_of_the_host_is_used_in_place_whatever_is_set() -> None:
     assert isinstance(memory_of(layers, direct=True), block_memory.HostBlockMemory)
 
 
-def test_blocks_that_are_too_large_for_the_client_are_staged(
+def test_blocks_too_large_for_the_client_are_staged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stage = block_memory.DeviceStage(torch.device("cpu"), 4096)

@@ -139,9 +139,7 @@ def test_the_settings_of_a_model_without_the_version_that_wrote_them(model: Mode
     assert weight_files.settings(folder) == b""
 
 
-def test_of_very_many_tensors_some_are_sampled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_many_tensors_some_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_files, "_FILE_SAMPLES", 8)
     many = Model(tmp_path / "m", safetensors({f"t{n}": 2 * KIB for n in range(9)}, bytes(18 * KIB)))
     data = many.file.stat().st_size - 18 * KIB
@@ -164,7 +162,7 @@ def test_of_very_many_tensors_some_are_sampled(
     ],
     ids=["header too large", "no json", "list", "number", "no offsets", "half", "text", "empty"],
 )
-def test_a_file_whose_header_says_nothing_is_sampled_all_over(
+def test_a_file_whose_header_says_nothing_is_sampled_anywhere(
     tmp_path: Path, damaged: bytes
 ) -> None:
     odd = Model(tmp_path / "odd", damaged.ljust(64, b"\0") + bytes(1024 * KIB))
@@ -182,9 +180,7 @@ def test_a_small_file_of_another_kind_counts_whole(tmp_path: Path) -> None:
         assert all(small.changed_at(position) != same for position in (0, size // 2, size - 1))
 
 
-def test_models_in_the_cache_of_hugging_face(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_in_hugging_faces_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     cached = tmp_path / "hub" / "models--org--tiny"

@@ -214,7 +214,7 @@ class Engine:
         request: str,
         hashes: list[bytes],
         blocks: list[int],
-        adapter: Adapter | None = None,
+        adapter: int = 0,
         hints: RequestHints = RequestHints(),  # noqa: B008
     ) -> None:
         """A new request that loads nothing, computed in one step."""
@@ -228,15 +228,8 @@ class Engine:
 
     def forget(self) -> None:
         """What this test double has recorded."""
-        for rows in (
-            self.pinned,
-            self.unpinned,
-            self.loaded,
-            self.failed,
-            self.reports,
-            self.lines,
-        ):
-            rows.clear()
+        for one in (self.pinned, self.unpinned, self.loaded, self.failed, self.reports, self.lines):
+            one.clear()
 
     def named(self) -> None:
         """Go on until there are names, as an engine does that has requests."""
@@ -265,12 +258,13 @@ class Engine:
         request: str,
         hashes: list[bytes],
         extra_tokens: int = 1,
-        adapter: Adapter | None = None,
+        adapter: int = 0,
         hints: RequestHints = RequestHints(),  # noqa: B008
     ) -> int:
         """A new request; how many of its tokens the pool has."""
         tokens = len(hashes) * BLOCK + extra_tokens
-        self.scheduler.on_new_request(request, hashes, tokens, hints, adapter)
+        chat = Adapter(adapter, "chat at /chat", lambda first: iter(hashes[first:]))
+        self.scheduler.on_new_request(request, hashes, tokens, hints, chat if adapter else None)
         return self.answered(request, tokens)
 
     def answered(self, request: str, tokens: int, computed: int = 0) -> int:
@@ -395,7 +389,7 @@ def test_a_block_is_loaded_only_with_all_of_its_parts(start: Start) -> None:
         own.close()
 
 
-def test_many_blocks_are_loaded_by_several_reads(
+def test_many_blocks_are_loaded_by_some_reads(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvpool_connector.memory.load_rounds._READ_BYTES_MIN", BYTES)
@@ -462,9 +456,7 @@ def test_blocks_that_were_lost_after_the_lookup_are_named(pool: LocalPool, start
     assert pool.ask(lambda client: client.match(name, hashes)).length == 4
 
 
-def test_a_rank_that_does_not_save_acknowledges_and_writes_nothing(
-    pool: LocalPool, start: Start
-) -> None:
+def test_a_rank_that_saves_nothing_acknowledges_all(pool: LocalPool, start: Start) -> None:
     engine = start(saves=[False])
     hashes = keys("not the saving rank", 2)
     engine.save(hashes, [1, 2])
@@ -498,11 +490,11 @@ def test_a_prompt_in_the_queue_is_looked_up_anew_after_a_reset(start: Start) -> 
 
 def test_a_prompt_whose_adapter_may_have_been_replaced_is_not_looked_up_again(start: Start) -> None:
     """Its hashes have the fingerprint of the adapter that was loaded when it arrived."""
-    engine, adapter = start(), Adapter(1, "chat at /chat")
+    engine = start()
     engine.adapters = {1: "v1"}
     engine.step()
     hashes = keys("adapted, preempted", 3)
-    engine.compute("r", hashes[:2], [1, 2], adapter)
+    engine.compute("r", hashes[:2], [1, 2], 1)
     engine.until(lambda: engine.stored == 2)
     engine.scheduler.reset()
     engine.named()
@@ -540,7 +532,7 @@ def test_weights_that_the_fingerprint_cannot_see_are_shared_with_nobody(start: S
     assert one.scheduler.namespaces != two.scheduler.namespaces
 
 
-def test_what_was_computed_with_the_old_weights_is_not_saved_under_the_new_name(
+def test_what_old_weights_computed_is_not_saved_under_the_new_name(
     start: Start,
 ) -> None:
     engine = start()
@@ -742,18 +734,18 @@ def test_a_rank_that_does_not_describe_its_model_again_is_named_in_the_log(
 
 def test_a_block_whose_adapter_was_reloaded_is_not_saved(start: Start) -> None:
     """vLLM loads an adapter again in the step that computes with it: only the worker sees that."""
-    engine, adapter = start(), Adapter(1, "chat at /chat")
+    engine = start()
     engine.adapters = {1: "v1"}
     engine.step()
-    engine.compute("first", keys("adapted", 2), [1, 2], adapter)
+    engine.compute("first", keys("adapted", 2), [1, 2], 1)
     engine.until(lambda: engine.stored == 2)
-    engine.ask("r", keys("again", 2), 0, adapter)
+    engine.ask("r", keys("again", 2), 0, 1)
     engine.adapters = {1: "v2"}
     engine.step([ScheduledRequest("r", 0, 2 * BLOCK, [[3, 4]])])
     engine.settle()
     assert engine.stored == 2
     assert engine.workers[0].take_counters()["save_error ModelChanged"] == 1
-    engine.compute("replaced", keys("a third", 2), [5, 6], adapter)
+    engine.compute("replaced", keys("a third", 2), [5, 6], 1)
     assert engine.scheduler.planner.counters["miss adapter refused"] == 1
     assert any("was replaced under its name" in line for line in engine.lines)
 
@@ -1203,9 +1195,7 @@ def test_a_client_ends_no_session_of_another_tenant(start: Start, pool: LocalPoo
     assert {"tenant=red/chat", "chat"} <= set(known)
 
 
-def test_a_save_that_the_pool_refused_reports_why(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_was_refused_reports_why(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(save_retries=0)
     # As before the first connection. (monkeypatch ends before the engine is closed.)
     monkeypatch.setattr(engine.workers[0]._thread, "pool", None)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool_connector.identity.adapters import Adapter, KnownAdapters, SaltedHashes
+from kvpool_connector.identity.adapters import Adapter, AdapterKeys, KnownAdapters
 from kvpool_connector.identity.naming import EngineInfo, EngineNames
 from kvpool_connector.records.messages import AdapterInfo, ModelInfo, WorkerInfo
 from kvpool_connector.records.values import CacheGroup
@@ -263,7 +263,8 @@ def test_the_description_has_every_field_of_the_name_and_what_its_hashes_are_mad
 
 # --- LoRA adapters ------------------------------------------------------------------------------
 
-CHAT = Adapter(1, "chat at /adapters/chat")
+PROMPT = [b"one", b"two", b"three"]
+CHAT = Adapter(1, "chat at /adapters/chat", lambda first: iter(PROMPT[first:]))
 
 
 @pytest.fixture
@@ -276,7 +277,7 @@ def adapters() -> KnownAdapters:
 
 def test_an_adapter_is_known_when_every_rank_has_loaded_it(adapters: KnownAdapters) -> None:
     assert adapters.fingerprints(CHAT) == ("v1", "v1")
-    assert adapters.fingerprints(Adapter(2, "other")) == ()
+    assert adapters.fingerprints(CHAT._replace(number=2)) == ()
     for evicted in (1, 0):
         adapters.on_info(AdapterInfo(1 - evicted, {1: "v1"}))
         adapters.on_info(AdapterInfo(evicted, {}))
@@ -289,7 +290,7 @@ def test_an_adapter_that_was_replaced_is_refused_until_the_cache_is_reset(
     adapters.fingerprints(CHAT)
     for rank in range(2):
         adapters.on_info(AdapterInfo(rank, {7: "v2"}))  # loaded again, under another number
-    again = Adapter(7, CHAT.name)
+    again = CHAT._replace(number=7)
     assert adapters.fingerprints(again) == ("v2", "v2")
     assert adapters.refused(again)
     adapters.reset()
@@ -297,12 +298,31 @@ def test_an_adapter_that_was_replaced_is_refused_until_the_cache_is_reset(
     assert not adapters.refused(again)
 
 
-def test_keys_contain_the_adapters_fingerprint() -> None:
-    plain = [bytes([n]) * 32 for n in range(3)]
-    one, two = SaltedHashes(plain, ("v1",)), SaltedHashes(plain, ("v2",))
-    assert len({*plain, *one, *two}) == 9
-    assert list(one) == one[0:3] == list(SaltedHashes(plain, ("v1", "v1")))  # whatever the ranks
-    assert list(one) != list(SaltedHashes(plain, ("v1", "v2")))
-    plain.append(b"4" * 32)
-    assert len(one) == 4
-    assert len(one[3]) == 32
+def test_keys_are_of_contents_and_fingerprints_and_of_no_name(adapters: KnownAdapters) -> None:
+    adapters.on_info(AdapterInfo(0, {1: "v1", 2: "v2", 3: "v1"}))
+    adapters.on_info(AdapterInfo(1, {1: "v1", 2: "v2", 3: "v2"}))
+    engines = [bytes([n]) * 16 for n in range(3)]
+    moved = [bytes([n]) * 16 for n in range(9, 12)]  # hashed with another path
+    named = (CHAT._replace(number=number, name=f"at /{number}") for number in (1, 2, 3))
+    one, other, of_ranks = (AdapterKeys(engines, name, adapters)[:] for name in named)
+    assert len({*engines, *one, *other, *of_ranks}) == 12
+    single = KnownAdapters(ranks=1)
+    single.on_info(AdapterInfo(0, {1: "v1"}))
+    assert list(AdapterKeys(moved, CHAT, single)) == one
+    assert [single.engine_hashes[key] for key in one] == moved
+    single.reset()
+    assert not single.engine_hashes
+
+
+def test_keys_follow_what_the_engine_hashes_and_takes_back(adapters: KnownAdapters) -> None:
+    engines, prompt = [b"h1", b"h2"], [b"one", b"two", b"three"]
+    keys = AdapterKeys(engines, CHAT._replace(contents=lambda n: iter(prompt[n:])), adapters)
+    before = keys[:]
+    engines.append(b"h3")
+    assert keys[:2] == before
+    assert len(keys[:]) == len(keys) == 3
+    engines[1:], prompt[1:] = [b"h4"], [b"four"]
+    after = keys[:]
+    assert after[0] == before[0]
+    engines[1:], prompt[1:] = [b"h2", b"h3"], [b"two", b"three"]
+    assert keys[:2] == before != after

@@ -60,9 +60,7 @@ def test_a_probe_is_due_when_its_time_has_passed() -> None:
 
 
 @pytest.mark.parametrize(("waited_s", "slow"), [(9.5, False), (10.0, True)])
-def test_a_probe_that_waited_for_all_of_its_time_is_a_measurement(
-    waited_s: float, slow: bool
-) -> None:
+def test_a_probe_that_waited_all_of_its_time_is_a_measurement(waited_s: float, slow: bool) -> None:
     played = Played(load_timeout_s=10.0)
     played.planner.prober.on_result(ProbeResult(0, waited_s))
     assert (played.planner.choice.transfer_cost.samples == 1) is slow

@@ -221,9 +221,7 @@ def test_only_what_is_missing_is_waited_for(
         (GOOD._replace(tokens=1 << 39), "other prompt"),
     ],
 )
-def test_a_promise_about_something_else_costs_nothing(
-    promise: PromisedBlocks, outcome: str
-) -> None:
+def test_a_promise_about_something_else_is_free(promise: PromisedBlocks, outcome: str) -> None:
     consumer = played()
     given(consumer, promise=promise, length=2)
     load = consumer.begin("d", 32)

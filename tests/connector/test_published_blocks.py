@@ -194,7 +194,7 @@ def test_too_many_blocks_are_taken_back_the_oldest_first(
     assert len(blocks) == 2
 
 
-def test_after_a_reset_nothing_is_announced_and_late_answers_are_ignored(
+def test_after_a_reset_nothing_is_announced_nor_late_answers_heard(
     blocks: PublishedBlocks,
 ) -> None:
     add(blocks, 1)

@@ -337,9 +337,7 @@ PATCHES: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 
 @pytest.mark.parametrize("patch", PATCHES)
-def test_code_that_is_replaced_gets_another_name(
-    monkeypatch: pytest.MonkeyPatch, patch: str
-) -> None:
+def test_replaced_code_gets_another_name(monkeypatch: pytest.MonkeyPatch, patch: str) -> None:
     model = tiny()
     before = ModelState(model).structure
     with monkeypatch.context() as context:
@@ -599,7 +597,7 @@ def test_a_hook_ends_sharing_while_it_is_there(pool: kvpool.sync.Pool) -> None:
         assert cache.last.loaded == 64
 
 
-def test_what_cannot_be_read_is_refused(
+def test_what_is_unreadable_is_refused(
     pool: kvpool.sync.Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the start with an error; later with a reason and one warning."""
@@ -732,9 +730,7 @@ def test_what_is_computed_faster_is_not_loaded(pool: kvpool.sync.Pool) -> None:
         assert cache.last.loaded == 288
 
 
-def test_saves_that_wait_are_bounded(
-    pool: kvpool.sync.Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_saves_are_bounded(pool: kvpool.sync.Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(PooledCache, "_store", lambda self, *of: go_on.wait(10))
     with pooled(pool, tiny()) as cache:

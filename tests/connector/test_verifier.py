@@ -430,7 +430,7 @@ def test_of_an_engine_that_joins_late_and_differs_no_block_is_ever_loaded(
     assert not liar.scheduler.planner.verifier.writers.odd
 
 
-def test_the_pool_gets_the_right_block_in_the_place_of_a_wrong_one(
+def test_the_pool_gets_the_right_block_in_place_of_a_wrong_one(
     pool: LocalPool, start: Start
 ) -> None:
     """By whoever meets it, if another engine has confirmed that one: then it is a hit for all."""
@@ -496,7 +496,7 @@ def test_an_engine_that_only_saves_compares_some_of_what_is_there_already(start:
         assert sorted(producer.pinned) == sorted(producer.unpinned)
 
 
-def test_a_save_that_goes_on_from_blocks_of_others_blames_nobody_for_its_first(
+def test_a_save_that_goes_on_from_others_blocks_blames_nobody_for_its_first(
     start: Start,
 ) -> None:
     """What stands before it may have been wrong when it was computed."""
@@ -543,7 +543,7 @@ def refused(reader: ComputingEngine, name: str, hashes: list[bytes]) -> None:
     reader.make(hashes, blocks)
 
 
-def test_a_load_that_is_under_way_when_its_writer_is_found_to_differ_is_computed(
+def test_a_load_under_way_when_its_writer_is_found_to_differ_is_computed(
     start: Start,
 ) -> None:
     writer, reader = start(), start(verify_rate=0.5)

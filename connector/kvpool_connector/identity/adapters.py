@@ -1,29 +1,30 @@
 """LoRA adapters: which of them may share blocks, and under which keys. Pure.
 
-vLLM hashes an adapter by its name and path, so a block's key alone does not say which weights the
-adapter had. Here each key is hashed once more, with the fingerprint of the adapter's tensors as the
-workers have them in memory. (design: namespace)
+vLLM hashes an adapter by its name and path, which say nothing of its weights, and differ between
+hosts. Here blocks are hashed anew, with the fingerprint of the adapter's tensors as the workers
+have them in memory. (design: namespace)
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from kvpool_connector.records.messages import AdapterInfo
 
 #: Names of adapters that are remembered; beyond it the one that was seen first is forgotten, and
-#: with it whether it was replaced since.
+#: with it whether it was replaced since. As many keys; beyond it what waits for a save is dropped.
 _NAMES_MAX: Final = 65_536
 
 
 class Adapter(NamedTuple):
     """The adapter of a request: the number that the engine loads it under, and its name and path,
-    which vLLM's hashes contain."""
+    which vLLM's hashes contain. `contents(first)`: what else they contain, from a block on."""
 
     number: int
     name: str
+    contents: Callable[[int], Iterator[bytes]]
 
 
 class KnownAdapters:
@@ -38,6 +39,8 @@ class KnownAdapters:
         self._loaded: dict[int, dict[int, str]] = {}  # by rank and number
         self._first_seen: dict[str, tuple[str, ...]] = {}  # by name
         self._refused: set[str] = set()
+        #: The engine's own hash of a block, by its key in the pool.
+        self.engine_hashes: dict[bytes, bytes] = {}
 
     def on_info(self, info: AdapterInfo) -> None:
         """Take what one rank has loaded now."""
@@ -62,43 +65,38 @@ class KnownAdapters:
         """Whether other tensors were seen under this name."""
         return adapter.name in self._refused
 
-    @property
-    def in_use(self) -> frozenset[tuple[str, ...]]:
-        """Fingerprints that keys are made of."""
-        return frozenset(self._first_seen.values())
-
     def reset(self) -> None:
         """The engine's own cache is empty: each name may stand for other tensors from here on."""
-        self._first_seen.clear()
-        self._refused.clear()
+        for known in (self._first_seen, self._refused, self.engine_hashes):
+            known.clear()
 
 
-class SaltedHashes(Sequence[bytes]):
-    """The engine's hashes of a request's blocks, hashed once more with an adapter's fingerprint.
+class AdapterKeys(Sequence[bytes]):
+    """The keys of a request's blocks: as many and as long as the engine's own hashes, with which
+    they grow. Ranks with the same tensors count once: keys do not depend on their number."""
 
-    A view: it grows with them.
-    """
-
-    def __init__(self, hashes: Sequence[bytes], fingerprints: tuple[str, ...]) -> None:
-        self._hashes = hashes
-        self._fingerprints = fingerprints
+    def __init__(self, hashes: Sequence[bytes], adapter: Adapter, known: KnownAdapters) -> None:
+        self._hashes, self._contents = hashes, adapter.contents
+        salt = "+".join(dict.fromkeys(known.fingerprints(adapter)))
+        self._salt = hashlib.sha256(salt.encode()).digest()
+        self._engine_hashes = known.engine_hashes
+        self._keys: list[bytes] = []
+        self._last = b""  # the engine's hash of the last block that has a key
 
     def __len__(self) -> int:
         return len(self._hashes)
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [salted(one, self._fingerprints) for one in self._hashes[index]]
-        return salted(self._hashes[index], self._fingerprints)
-
-    def __iter__(self) -> Iterator[bytes]:
-        return (salted(one, self._fingerprints) for one in self._hashes)
-
-
-def salted(digest: bytes, fingerprints: tuple[str, ...]) -> bytes:
-    """The key of a block that was computed with this adapter; as long as the engine's hash.
-
-    Ranks with the same tensors count once: the key does not depend on their number.
-    """
-    salt = "+".join(dict.fromkeys(fingerprints))
-    return hashlib.sha256(salt.encode() + digest).digest()[: len(digest)]
+        keys, hashes = self._keys, self._hashes
+        if keys and (len(hashes) < len(keys) or hashes[len(keys) - 1] != self._last):
+            keys.clear()  # a session has taken back the end of its prompt
+        if len(keys) < len(hashes):
+            if len(self._engine_hashes) > _NAMES_MAX:
+                self._engine_hashes.clear()
+            key, first = keys[-1] if keys else self._salt, len(keys)
+            for own, content in zip(hashes[first:], self._contents(first), strict=False):
+                key = hashlib.sha256(key + content).digest()[: len(own)]
+                keys.append(key)
+                self._engine_hashes[key] = own
+            self._last = hashes[-1]
+        return keys[index]

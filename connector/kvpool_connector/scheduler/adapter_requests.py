@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvpool_connector.identity.adapters import Adapter, KnownAdapters, SaltedHashes
+from kvpool_connector.identity.adapters import Adapter, AdapterKeys, KnownAdapters
 from kvpool_connector.records.values import RequestHints
 
 
@@ -63,6 +63,6 @@ class AdapterRequests:
                 del self._waiting[request_id]
                 if not refused:
                     key = waiting.adapter.number, fingerprints
-                    waiting.hashes = SaltedHashes(waiting.hashes, fingerprints)
+                    waiting.hashes = AdapterKeys(waiting.hashes, waiting.adapter, self.known)
                     waiting.hints = waiting.hints._replace(adapter=key)
                 yield request_id, waiting, refused

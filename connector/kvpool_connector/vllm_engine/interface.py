@@ -83,8 +83,7 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
     (KVConnectorBase_V1, "has_pending_push_work", "steps of an engine that only saves"),
     (BlockPool, "touch free_blocks blocks", "pinning blocks by their ids, and unpinning them"),
     (BlockPool, "evict_blocks", "forgetting blocks that were loaded from a wrong pool"),
-    (KVCacheBlock, "ref_cnt", "whether only a pin keeps a block"),
-    (KVCacheBlock, "block_hash", "whether a block still has the contents to save"),
+    (KVCacheBlock, "ref_cnt block_hash", "whether only a pin keeps a block, and what it has"),
     (KVCacheManager, "coordinator", "where the blocks of a request are"),
     (KVCacheCoordinator, "get_blocks", "where the blocks of a request are"),
     (SchedulerOutput, "num_scheduled_tokens total_num_scheduled_tokens", "what a step completes"),
@@ -105,9 +104,9 @@ PRIVATE: Final[Sequence[tuple[Any, str, str]]] = (
     (WorkerWrapperBase, "init_device", "taking device memory before vLLM measures what is left"),
     (WorkerBase, "device", "taking device memory before vLLM measures what is left"),
     (kv_cache_utils, "get_none_hash_seed DEFAULT_NONE_HASH_SEED", "what all hashes begin with"),
-    (kv_cache_utils, "maybe_convert_block_hash", "hashes in KV events"),
-    (kv_cache_utils, "generate_block_hash_extra_keys to_event_extra_keys", "what KV events say"),
-    (kv_cache_utils, "make_block_hash_with_group_id get_block_hash", "hashes of cached blocks"),
+    (kv_cache_utils, "maybe_convert_block_hash to_event_extra_keys", "what KV events say"),
+    (kv_cache_utils, "generate_block_hash_extra_keys", "keys with adapters, and KV events"),
+    (kv_cache_utils, "make_block_hash_with_group_id", "hashes of cached blocks"),
 )
 
 

@@ -6,21 +6,22 @@ An exception in one ends vLLM's EngineCore with all of its requests, so each is 
 
 from __future__ import annotations
 
-import functools
 import operator
 import time
 import weakref
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any, ClassVar, Final, TypeVar, cast
 
 from kvpool_connector.hints.request_params import OWN, Asked, Mistakes, parse_request
 from kvpool_connector.hook_guard import FailureLog, Fuse, Owed
-from kvpool_connector.identity.adapters import Adapter, salted
+from kvpool_connector.identity.adapters import Adapter
 from kvpool_connector.identity.naming import EngineInfo
 from kvpool_connector.records.messages import StepWork, WorkerReport
 from kvpool_connector.records.promises import PROMISE
-from kvpool_connector.records.values import ScheduledRequest
+from kvpool_connector.records.values import CacheGroup, ScheduledRequest
 from kvpool_connector.scheduler.scheduler import ConnectorScheduler, EngineStep
 from kvpool_connector.settings import Settings
 from kvpool_connector.vllm_engine import engine_log
@@ -37,8 +38,7 @@ _ID: Final = operator.attrgetter("block_id")
 class BlockIds(Sequence[int]):
     """The ids of one group's blocks, each made when it is read.
 
-    vLLM's own `get_block_ids` makes all of them: 8,192 for a request of 128K tokens, of which a
-    step needs one.
+    vLLM's own `get_block_ids` makes all: 8,192 for 128K tokens, of which a step needs one.
     """
 
     __slots__ = ("_blocks",)
@@ -59,7 +59,7 @@ def _guarded(otherwise: Callable[..., Any]) -> Callable[[Hook], Hook]:
     do what `otherwise` does until there is a new half. (`hook_guard.py`)"""
 
     def decorate(hook: Hook) -> Hook:
-        @functools.wraps(hook)
+        @wraps(hook)
         def guarded(self: SchedulerHooks, *args: Any, **kwargs: Any) -> Any:
             if not self._fuse.blown:
                 try:
@@ -97,13 +97,11 @@ class SchedulerHooks:
     ) -> None:
         """`engine_events`: the engine sends KV events."""
         logs = engine_log.info, time.monotonic, engine_log.error, engine_log.warning
-        halves = functools.partial(ConnectorScheduler, settings, thread, engine, *logs)
-        self._make_scheduler = halves
-        groups = kv_cache_config.kv_cache_groups
-        self._block_sizes = [group.kv_cache_spec.block_size for group in groups]
+        self._make_scheduler = partial(ConnectorScheduler, settings, thread, engine, *logs)
+        self._groups = engine.groups
         self._fuse, self._owed = Fuse(), Owed(engine.ranks)
         self._counted: defaultdict[str, float] = defaultdict(float)  # since the last metrics
-        self._failures = FailureLog("", engine_log.error, functools.partial(_add, self._counted))
+        self._failures = FailureLog("", engine_log.error, partial(_add, self._counted))
         self.scheduler = self._make_scheduler()
         self._events: EngineEvents | None = None
         if engine_events and settings.kv_events != "off":
@@ -132,14 +130,13 @@ class SchedulerHooks:
             scheduler.planner.counters["bad_hints"] += 1
             for mistake in self._mistakes.new(mistakes):
                 engine_log.warning(f"kv_transfer_params of request {request.request_id}: {mistake}")
-        self._requests[request.request_id] = request
-        scheduler.planner.quiet.wake(request.request_id)
+        name, adapter = request.request_id, _adapter(request, self._groups[0])
+        self._requests[name] = request
+        scheduler.planner.quiet.wake(name)
         if request.mm_features and named_by_client(request.mm_features):
             scheduler.planner.counters["miss a client's name for a picture"] += 1
             return  # never tracked
-        scheduler.on_new_request(
-            request.request_id, request.block_hashes, request.num_tokens, hints, _adapter(request)
-        )
+        scheduler.on_new_request(name, request.block_hashes, request.num_tokens, hints, adapter)
         self._count_hook(began)
 
     @_guarded(lambda *_: (0, False))
@@ -161,8 +158,8 @@ class SchedulerHooks:
         own = self._offered.pop(request_id, 0)
         if tokens:
             waits_for = (
-                group[own // size : -(-(own + tokens) // size)]
-                for group, size in zip(ids, self._block_sizes, strict=True)
+                of_group[own // size : -(-(own + tokens) // size)]
+                for of_group, (size, *_) in zip(ids, self._groups, strict=True)
             )
             self._owed.on_allocated(request_id, tuple(waits_for))
         self._on_allocated(request_id, ids, tokens)
@@ -334,19 +331,13 @@ class SchedulerHooks:
             end = self._requests[request_id].num_computed_tokens + scheduled[request_id]
             self._tainted[request_id] = end
             of_groups = self.blocks_of(request_id)
-            for size, blocks in zip(self._block_sizes, of_groups, strict=True):
+            for (size, *_), blocks in zip(self._groups, of_groups, strict=True):
                 self.block_pool.evict_blocks(set(BlockIds(blocks)[start // size : end // size]))
 
     def _still_cached(self, block_id: int, group: int, digest: bytes) -> bool:
-        key = self.block_pool.blocks[block_id].block_hash
-        if key is None:
-            return False
-        named = kv_cache_utils.make_block_hash_with_group_id
-        if key == named(digest, group):
-            return True
-        plain = kv_cache_utils.get_block_hash(key)
-        in_use = self.scheduler.adapter_requests.known.in_use
-        return key == named(plain, group) and any(salted(plain, one) == digest for one in in_use)
+        own = self.scheduler.adapter_requests.known.engine_hashes
+        named = kv_cache_utils.make_block_hash_with_group_id(own.get(digest, digest), group)
+        return bool(self.block_pool.blocks[block_id].block_hash == named)
 
     def _count_hook(self, began: float) -> None:
         counters = self.scheduler.planner.counters
@@ -358,9 +349,17 @@ def _add(counters: defaultdict[str, float], name: str, amount: float) -> None:
     counters[name] += amount
 
 
-def _adapter(request: Any) -> Adapter | None:
-    """The LoRA adapter of a request, by the name and path that vLLM's hashes contain."""
-    lora = request.lora_request
-    if lora is None:
+def _adapter(request: Any, group: CacheGroup) -> Adapter | None:
+    """The LoRA adapter of a request, of whose blocks those of a group are made."""
+    if (lora := request.lora_request) is None:
         return None
-    return Adapter(lora.lora_int_id, f"{lora.lora_name} at {lora.lora_path}")
+
+    def contents(first: int) -> Iterator[bytes]:
+        place, hashed = 0, group.block_size // group.hashes_per_block
+        extra_keys = kv_cache_utils.generate_block_hash_extra_keys
+        for start in range(first * hashed, request.num_tokens, hashed):
+            keys, place = extra_keys(request, start, start + hashed, place)
+            tokens = array("q", request.all_token_ids[start : start + hashed]).tobytes()
+            yield tokens + repr([one for one in keys if one[0] != "lora"]).encode()
+
+    return Adapter(lora.lora_int_id, f"{lora.lora_name} at {lora.lora_path}", contents)

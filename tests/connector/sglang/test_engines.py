@@ -198,7 +198,7 @@ def test_sglangs_own_fault_injector(
     assert pool.settled() == stored
 
 
-def test_a_wrong_setting_ends_the_start_with_one_sentence(
+def test_a_wrong_setting_ends_the_start_in_a_sentence(
     start: Callable[..., SglangEngine],
 ) -> None:
     engine = start("127.0.0.1:1", storage={"master": ["127.0.0.1:1"]})

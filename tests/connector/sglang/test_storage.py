@@ -173,7 +173,7 @@ def test_pages_are_moved_in_place(make: Callable[..., KVPoolStorage], layout: st
         assert not other.get_data_page(untouched * PAGE).any()
 
 
-def test_ranks_share_nothing_and_those_of_mla_everything(
+def test_ranks_share_nothing_and_of_mla_everything(
     make: Callable[..., KVPoolStorage],
 ) -> None:
     def name(**changes: Any) -> kvpool.Namespace:

@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpool import Namespace
-from kvpool_connector.identity.adapters import SaltedHashes
+from kvpool_connector.identity.adapters import AdapterKeys
 from kvpool_connector.records.messages import (
     AdapterInfo,
     LoadRequest,
@@ -39,7 +39,9 @@ from kvpool_connector.records.messages import (
     WorkerInfo,
     WorkerReport,
 )
+from kvpool_connector.records.values import CacheGroup
 from kvpool_connector.vllm import KVPoolConnector, ReportMetadata
+from kvpool_connector.vllm_engine.scheduler_hooks import _adapter
 from kvpool_connector.vllm_engine.stats import DESCRIPTION, ConnectorStats
 from tests.support.local_pool import LocalPool
 
@@ -240,11 +242,17 @@ class Played:
 Play = Callable[..., Played]
 
 
+def keys_of(played: Played, request: Any, blocks: int) -> list[bytes]:
+    """Of the first blocks of a request."""
+    chain = [bytes(digest) for digest in request.block_hashes[:blocks]]
+    known = played.connector.hooks.scheduler.adapter_requests.known
+    adapter = _adapter(request, CacheGroup(BLOCK, 1))
+    return AdapterKeys(chain, adapter, known)[:] if adapter else chain
+
+
 def store(pool: LocalPool, played: Played, request: Any, blocks: int, part: int = 0) -> None:
     """Put the beginning of a request's prompt into the pool."""
-    chain = [bytes(digest) for digest in request.block_hashes[:blocks]]
-    if request.lora_request is not None:
-        chain = SaltedHashes(chain, (played.adapters[request.lora_request.lora_int_id],))[:]
+    chain = keys_of(played, request, blocks)
     data = [bytes([number]) * SIZE for number in range(blocks)]
     pool.ask(lambda client: client.write(played.namespace, chain, data, part=part))
 

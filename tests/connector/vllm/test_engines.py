@@ -44,9 +44,7 @@ def test_engines_share_whether_a_block_is_one_row_or_one_for_each_layer(
             assert found["cached"] == [480]
 
 
-def test_what_was_generated_comes_back_too(
-    plain: Engine, reader: Engine, shared_pool: LocalPool
-) -> None:
+def test_what_was_generated_returns(plain: Engine, reader: Engine, shared_pool: LocalPool) -> None:
     """The next turn contains the answer, whose blocks decoding has made, token by token."""
     first = prompt(5, shared=0)
     answer = plain.generate([first], max_tokens=40)["tokens"][0]

@@ -78,7 +78,7 @@ def test_nothing_steps_that_need_not(kind: Any) -> None:
     assert busy.reset_prefix_cache() == (0, False)
 
 
-def test_the_wait_is_bounded_and_leaves_the_engine_as_it_was(
+def test_the_wait_is_bounded_and_leaves_the_engine_as_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(replaced, "_WAIT_S", 0.02)

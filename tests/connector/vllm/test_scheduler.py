@@ -32,13 +32,14 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 
-from kvpool import kv_events
+from kvpool import WriteStatus, kv_events
 from kvpool_connector import hook_guard
 from kvpool_connector.plan.verifier import VerifyOutcome
 from kvpool_connector.records.messages import (
     LoadResult,
     Mismatch,
     ModelInfo,
+    SaveResult,
     VerifyResult,
     WorkerInfo,
 )
@@ -48,7 +49,7 @@ from kvpool_connector.vllm_engine.kv_events import vllm_event
 from kvpool_connector.vllm_engine.replaced import RefusedSettings
 from kvpool_connector.vllm_engine.stats import ConnectorPromMetrics, ConnectorStats
 from tests.connector.vllm.helpers import Models, transfer
-from tests.connector.vllm.played import BLOCK, BLOCKS, SIZE, Play, Played, store, warmed
+from tests.connector.vllm.played import BLOCK, BLOCKS, SIZE, Play, Played, keys_of, store, warmed
 from tests.support.local_pool import LocalPool
 
 pytestmark = pytest.mark.timeout(120)
@@ -254,20 +255,25 @@ def image(name: str) -> MultiModalFeatureSpec:
     return MultiModalFeatureSpec(None, "image", digest, PlaceholderRange(BLOCK + 4, 20))
 
 
+ONE, MOVED, TWO = (
+    {"lora_request": LoRARequest(*told)}
+    for told in (("one", 1, "/one"), ("another", 1, "/elsewhere"), ("one", 2, "/one"))
+)
+CAT, DOG = ({"mm_features": [image(name)]} for name in ("cat", "dog"))
+
+
 @pytest.mark.parametrize(
     ("own", "other", "shared"),
     [
-        ({"cache_salt": "a"}, {"cache_salt": "b"}, 0),
-        ({"cache_salt": "a"}, {}, 0),
-        (
-            {"lora_request": LoRARequest("one", 1, "/one")},
-            {"lora_request": LoRARequest("two", 2, "/two")},
-            0,
-        ),
-        ({"lora_request": LoRARequest("one", 1, "/one")}, {}, 0),
-        ({"mm_features": [image("cat")]}, {"mm_features": [image("dog")]}, BLOCK),
+        pytest.param({"cache_salt": "a"}, {"cache_salt": "b"}, 0, id="salts"),
+        pytest.param({"cache_salt": "a"}, {}, 0, id="salted and not"),
+        pytest.param(ONE, TWO, 0, id="adapters"),
+        pytest.param(ONE, {}, 0, id="adapted and not"),
+        pytest.param(ONE, MOVED, 4 * BLOCK, id="an adapter elsewhere"),
+        pytest.param(ONE, {**MOVED, "cache_salt": "b"}, 0, id="adapted, salted and not"),
+        pytest.param({**ONE, **CAT}, {**MOVED, **DOG}, BLOCK, id="adapted, pictures"),
+        pytest.param(CAT, DOG, BLOCK, id="pictures"),
     ],
-    ids=["salts", "salted and not", "adapters", "adapted and not", "pictures"],
 )
 def test_what_vllm_hashes_with_the_tokens_keeps_them_apart(
     pool: LocalPool, play: Play, own: dict[str, Any], other: dict[str, Any], shared: int
@@ -311,14 +317,13 @@ def test_an_adapter_that_was_replaced_has_other_keys_under_its_old_name_and_path
 ) -> None:
     """A fresh engine finds nothing of the former one's; an engine that has had both shares none."""
     config = transfer(pool.master)
-    adapter = {"lora_request": LoRARequest("one", 1, "/one")}
     writer, reader = play(config), play(config)
     reader.adapters = {1: "replaced"}
     writer.step()
     reader.step()
-    store(pool, writer, writer.request("a", 65, **adapter), 4)
-    assert reader.offered(reader.request("b", 65, **adapter)) == 0
-    assert writer.offered(writer.request("c", 65, **adapter)) == 64
+    store(pool, writer, writer.request("a", 65, **ONE), 4)
+    assert reader.offered(reader.request("b", 65, **ONE)) == 0
+    assert writer.offered(writer.request("c", 65, **ONE)) == 64
     writer.adapters, writer.greeted = {7: "replaced"}, False
     writer.step()
     again = {"lora_request": LoRARequest("one", 7, "/one")}
@@ -331,18 +336,33 @@ def test_an_adapter_that_was_replaced_has_other_keys_under_its_old_name_and_path
     assert writer.offered(writer.request("g", 65, **again)) == 64
 
 
-def test_an_adapter_that_is_not_loaded_yet_is_computed_and_saved(play: Play) -> None:
+def test_an_adapter_that_is_not_loaded_yet_is_computed_and_saved(
+    play: Play, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when the pool has refused it once: the engine's own cache still has its blocks. What is
+    generated has the key of the same tokens in a prompt."""
+    monkeypatch.setattr("kvpool_connector.plan.save_queue._RETRY_AFTER_S", 0.0)
     played = play(lora_config=LoRAConfig())
     played.adapters = {}
     played.step()
-    request = played.request("a", 64, lora_request=LoRARequest("one", 1, "/one"))
+    request = played.request("a", 61, **ONE)
     played.scheduler.add_request(request)
     while not request.num_computed_tokens:  # it waits for one report, and for nothing else
         played.step()
     assert not played.saves
     played.adapters, played.greeted = {1: "one"}, False
+    while not played.saves:
+        played.step()
+    (save,), played.saves = played.saves, []
+    refused = tuple((0, digest, WriteStatus.NO_SPACE) for digest in save.blocks[0].digests)
+    played.step(saved=[SaveResult(save.job, 0, refused)])
+    saved: set[bytes] = set()
+    while len(saved) < 4:
+        played.step(saved=played.acknowledged())
+        saved.update(*(one.blocks[0].digests for one in played.saves))
     played.finish()
-    assert played.counters["saved_blocks"] == 4
+    assert saved == set(keys_of(played, request, 4))
+    assert played.counters["saved_blocks"] == played.counters["save_retries"] == 4
     assert played.counters["miss adapter not loaded"] == 1
 
 
@@ -457,9 +477,7 @@ def test_events_are_encoded_as_vllms_own() -> None:
     assert kv_cache_utils.maybe_convert_block_hash(digest) == kv_events.short_hash(digest)
 
 
-def test_a_decode_step_makes_no_table_of_blocks(
-    played: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decode_step_makes_no_table(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM makes the ids of a request's blocks when they are asked for: of a long one, 8,192."""
     played.step()
     played.add("a", 64)

@@ -146,9 +146,7 @@ def test_data_parallel_ranks_share(pool: LocalPool, model: Models, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_tensor_parallel_ranks_each_have_their_part(
-    pool: LocalPool, model: Models, logs: Logs
-) -> None:
+def test_tensor_parallel_ranks_have_their_parts(pool: LocalPool, model: Models, logs: Logs) -> None:
     prompts = [prompt(number) for number in range(110, 112)]
     two = {"tensor_parallel_size": 2}
     config = always(pool.master)

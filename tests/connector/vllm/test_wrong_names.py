@@ -167,7 +167,7 @@ def adapter(folder: Path, seed: int, layers: int = 4) -> Path:
 def test_of_two_adapters_one_was_replaced_on_disk(
     model: Models, running: Running, shared_pool: LocalPool, tmp_path: Path
 ) -> None:
-    """Under its old name and path: nothing of it is found, and all of the other one."""
+    """Under its old name and path: nothing of it is found, and all of the other one elsewhere."""
     lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     config = transfer(shared_pool.master, tenant="lora", transports=["tcp"])
     one, two = adapter(tmp_path / "one", 1), adapter(tmp_path / "two", 2)
@@ -180,6 +180,7 @@ def test_of_two_adapters_one_was_replaced_on_disk(
         assert [one["cached"] for one in loaded] == [[WHOLE] * len(PROMPTS)] * 2
         assert [one["tokens"] for one in loaded] == [one["tokens"] for one in computed]
         adapter(two, 3)
+        adapters[0] = (1, str(shutil.copytree(one, tmp_path / "elsewhere")))
         truth_engine = engine.start(model(), **lora)
         truth = [truth_engine.generate(PROMPTS, adapter=which)["tokens"] for which in adapters]
         assert truth[0] == computed[0]["tokens"]
