@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -68,7 +68,8 @@ async def what_was_remembered_is_found_again(scene: Scene, make: MakeTier) -> No
             parent = (ROOT, digest("parent")[:16], digest("parent"))[number // 3]
             part = namespace.parts - 1
             top = (1 << 64) - 1 - number
-            records.add(Record(namespace, part, key, parent, offset, size, top, top))
+            copies = 1 + number % 3
+            records.add(Record(namespace, part, key, parent, offset, size, top, top, copies))
             await tier.write_from(offset, memoryview(content(key, size)))
         await memory.persist(sorted(records, key=lambda r: r.digest))
     for again in ("once", "and again"):
@@ -138,13 +139,15 @@ async def of_overlapping_extents_the_newest_wins(scene: Scene, make: MakeTier) -
         apart = record(0, step, 9)
         inside = [record(2 * step, 6 * step, 1), record(4 * step, step, 5)]
         before = [record(10 * step, 4 * step, 7), record(12 * step, 4 * step, 3)]
-        for one in (apart, *inside, *before):
+        same = [record(17 * step, 2 * step, 4), record(17 * step, step, 6)]
+        for one in (apart, *inside, *before, *same):
             await memory.persist([one])
+    newest = {apart, inside[1], before[0], same[1]}
     for _ in range(2):
         now = await found(make)
-        scene.expect(now == {apart, inside[1], before[0]}, "the newest of each", listed(now))
+        scene.expect(now == newest, "the newest of each", listed(now))
     async with recovered(make) as (_, memory):
-        await memory.erase([4 * step, 10 * step])
+        await memory.erase([4 * step, 10 * step, 17 * step])
     now = await found(make)
     scene.expect(now == {apart}, "what was overlapped not to come back", listed(now))
 
@@ -205,12 +208,20 @@ async def no_call_about_records_keeps_the_loop(scene: Scene, make: MakeTier) -> 
         await keeps_no_loop(scene, lambda: memory.persist(records), "`persist`", RECORDS_TURN_S)
     tiers = [tier]
 
-    def recovering() -> Awaitable[object]:
+    counts: list[int] = []
+
+    async def recovering() -> None:
         tiers[-1].close()
         tiers.append(make(_RECORDED))
-        return durable(tiers[-1]).recover()
+        counts.append(len(await durable(tiers[-1]).recover()))
 
     try:
         await keeps_no_loop(scene, recovering, "`recover`", RECORDS_TURN_S)
+        await durable(tiers[-1]).erase(offsets)
+        await recovering()
     finally:
         tiers[-1].close()
+    all_of_them = counts[0] == len(records) and counts[-1] == 0
+    scene.expect(
+        all_of_them, f"{len(records)} records, and none when they were erased", str(counts)
+    )

@@ -257,6 +257,10 @@ async def nothing(*_: Any, **__: Any) -> None:
     """Says that it is done."""
 
 
+async def first_thousand(tier: Nvme, offsets: Sequence[int]) -> None:
+    await Nvme.erase(tier, offsets[:1000])
+
+
 async def unordered(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any:
     """Answers in the order of the digests."""
     return await inner.read(reading, sorted(blocks, key=lambda b: b[0]), deadline=deadline)
@@ -620,9 +624,7 @@ BROKEN: dict[str, Callable[[], Transport]] = {
     # It finds no server where one is.
     "what_a_transport_declares_is_so": altered(ThroughTransport, can_reach=lambda *_: False),
     "a_closed_listener_has_no_connection": Parting,
-    "a_server_knows_who_calls": lambda: Linked(
-        lambda peer: peer._replace(address="127.0.0.1:9000")
-    ),
+    "a_server_knows_who_calls": lambda: Linked(lambda peer: peer._replace(address="127.0.0.1:9")),
     "a_server_may_hang_up": lambda: Linked(link(hang_up=lambda why: None)),
     "a_server_sees_whether_a_client_is_idle": lambda: Linked(link(idle_since=lambda: None)),
     "bytes_are_taken_while_they_are_pinned": lambda: kept_so(unpin_early),
@@ -787,11 +789,13 @@ class Copying(PlainDram):
         return memoryview(bytearray(super().view(offset, size)))
 
 
-class Vague(Nvme):
-    """Does not keep where a block belongs."""
+def vague(**fields: Any) -> type[Any]:
+    """Does not keep these fields of a record."""
 
-    async def recover(self) -> Sequence[Record]:
-        return [record._replace(parent=ROOT) for record in await super().recover()]
+    async def recover(tier: Nvme) -> Sequence[Record]:
+        return [record._replace(**fields) for record in await Nvme.recover(tier)]
+
+    return altered(Nvme, recover=recover)
 
 
 class Backward(Nvme):
@@ -1003,7 +1007,7 @@ def unsealed(capacity: int) -> Tier:
         ("capacity_is_what_was_asked_for", Greedy),
         ("nobody_can_resize_it", unsealed),
         ("what_was_remembered_is_found_again", altered(Nvme, persist=nothing)),
-        ("what_was_remembered_is_found_again", Vague),
+        ("what_was_remembered_is_found_again", vague(parent=ROOT)),
         ("what_was_erased_stays_erased", altered(Nvme, erase=nothing)),
         ("of_overlapping_extents_the_newest_wins", Backward),
         ("what_cannot_be_an_extent_is_refused", Lax),
@@ -1012,6 +1016,8 @@ def unsealed(capacity: int) -> Tier:
         ("a_cancelled_call_remembers_nothing_later", Unstoppable),
         ("what_is_left_out_is_known", altered(Nvme, keeps=lambda *_: True)),
         ("no_call_about_records_keeps_the_loop", Pausing),
+        ("no_call_about_records_keeps_the_loop", altered(Nvme, erase=first_thousand)),
+        ("what_was_remembered_is_found_again", vague(copies=1)),
         ("nothing_is_dropped_unsaid", Alarmist),
         ("nobody_else_is_served_from_it", Hospitable),
         ("another_key_reads_nothing", Keyless),
