@@ -21,6 +21,8 @@ _RETRIES: Final = 2
 _RETRY_S: Final = 4.0
 #: Stores say in their answers what is wrong, with numbers that differ from request to request.
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
+#: It is as good as gone, while the store works.
+_CUT: Final = "the object has become shorter"
 _MEANINGS: Final = {
     "NoSuchBucket": "there is no such bucket",
     "ContainerNotFound": "there is no such container",
@@ -72,7 +74,7 @@ class ObstoreObjects:
             found = await self._obstore.get_range_async(self._store, name, start=start, length=size)
         data = memoryview(found)
         if len(data) != size:
-            raise Unavailable(f"{len(data)} bytes instead of {size}")
+            raise Gone(_CUT)
         return data
 
     async def listing(self, prefix: str) -> list[Listed]:
@@ -114,6 +116,8 @@ class ObstoreObjects:
                 raise Unavailable(meaning) from None
             raise Gone("there is no such object") from None
         except Exception as error:  # also one of its runtime, when its own code fails
+            if "InvalidRange" in str(error):
+                raise Gone(_CUT) from None
             raise Unavailable(_reason(error)) from None
 
 
