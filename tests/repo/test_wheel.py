@@ -16,22 +16,11 @@ from pathlib import Path
 import pytest
 
 import kvpool
+from tests.repo.test_house import PLUGINS
 from tests.support.wheel import build
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = (
-    "kvpool",
-    "kvpool_transports",
-    "kvpool_tiers",
-    "kvpool_agents",
-    "kvpool_codecs",
-    "kvpool_connector",
-    "kvpool_engines",
-    "kvpool_events",
-    "kvpool_lmcache",
-    "kvpool_sglang",
-    "kvpool_transformers",
-)
+PACKAGES = ("kvpool", *PLUGINS)
 #: What only developers need. It stays in the repository.
 NOT_SHIPPED = ("tests", "simulation", "chaos", "planted", "benchmarks", "examples", "fuzz")
 

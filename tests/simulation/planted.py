@@ -566,11 +566,11 @@ BUGS: Sequence[Bug] = read(
 @@ disk-evicts-and-memory-forgets  G5  kvpool.server.state.tiered_store
 -            self.front.extents.mark_dirty(found)
 # --- an object store below all servers
-@@ object-store-does-not-hear-of-removals  G8  kvpool.server.cold.state.book  seed 25
+@@ object-store-does-not-hear-of-removals  G8  kvpool.server.cold.state.book  seed 36
 -        self.unsaved[one.name] = one
 @@ what-other-servers-removed-comes-back  G8  kvpool.server.cold.search  seed 36
 -        one.removed |= gone
-@@ removed-on-its-way-to-the-object-store  G8  kvpool.server.cold.writer  seed 25
+@@ removed-on-its-way-to-the-object-store  G8  kvpool.server.cold.writer  seed 98
 -        for draft in self.drafts.values():
 -            for digest
 +        for draft in ():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -212,19 +212,8 @@ class WatchedDiskStore(WatchedStore, FileStore):
                 self.refused.discard((request.namespace, digest, request.part))
         return answers
 
-    def seal_all(
-        self,
-        owner: int,
-        ids: Sequence[int],
-        checksums: Sequence[int],
-        now: float,
-        *,
-        from_other_tier: bool = False,
-        last_used: int | None = None,
-    ) -> list[WriteStatus]:
-        statuses = super().seal_all(
-            owner, ids, checksums, now, from_other_tier=from_other_tier, last_used=last_used
-        )
+    def seal_all(self, *sealed: Any, **settings: Any) -> list[WriteStatus]:
+        statuses = super().seal_all(*sealed, **settings)
         self.truth.probes.add("a block was demoted to the disk")
         return statuses
 

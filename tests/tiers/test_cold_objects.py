@@ -8,7 +8,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -390,16 +390,8 @@ async def test_a_removal_of_what_could_not_be_read_takes_no_other_block_along(wh
     draft = writer.drafts["any"] = _Draft("any", 2)
     for digest, offset in ((b"bad", 0), (b"good", 64)):
         of = SimpleNamespace(namespace=ONE, part=0, tier=0)
-        entry = SimpleNamespace(
-            index=of,
-            digest=digest,
-            offset=offset,
-            size=64,
-            parent=b"",
-            checksum=1,
-            copies=1,
-            born=1,
-        )
+        facts = {"digest": digest, "offset": offset, "size": 64, "parent": b"", "checksum": 1}
+        entry = SimpleNamespace(index=of, copies=1, born=1, **facts)
         await writer._copy(draft, cast(Entry, entry))
     if when == "later":
         remove()
@@ -467,10 +459,17 @@ async def test_a_sign_of_life_is_sent_to_a_store_that_is_left_alone() -> None:
         await bucket.delete("any")
 
 
-@pytest.mark.parametrize(("story", "left_alone"), [("xx.xx.", False), ("xxx", True)])
-async def test_a_store_is_left_alone_after_failures_in_a_row(story: str, left_alone: bool) -> None:
-    """Not after as many in all: one that fails now and then is asked, and its blocks are read."""
-    flaky = Flaky()
+STORIES = {"xx.xx.": False, "x." * 50: False, "xxx": True}
+
+
+@pytest.mark.parametrize(("story", "left_alone"), STORIES.items())
+async def test_a_store_is_left_alone_after_failures_in_a_row(
+    story: str, left_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails now and then is asked, its blocks are read, and it fills no log."""
+    flaky, lines = Flaky(), list[str]()
+    for level in ("error", "warning"):
+        monkeypatch.setattr(bucket_module.log, level, lambda line, **_: lines.append(line))
     bucket = Bucket(cast(ObjectStore, flaky), requests=0, hedge_s=1.0)
     for works in story:
         flaky.works = works == "."
@@ -481,22 +480,7 @@ async def test_a_store_is_left_alone_after_failures_in_a_row(story: str, left_al
         await bucket.delete("any")
     assert flaky.asked == before + (not left_alone)
     assert bucket.counters["cold_failures"] == story.count("x")
-
-
-async def test_a_store_that_fails_now_and_then_fills_no_log(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    lines: list[str] = []
-    for level in ("error", "warning"):
-        monkeypatch.setattr(bucket_module.log, level, lambda line, **_: lines.append(line))
-    flaky = Flaky()
-    bucket = Bucket(cast(ObjectStore, flaky), requests=0, hedge_s=1.0)
-    for works in [False, True] * 50:
-        flaky.works = works
-        with contextlib.suppress(Unavailable):
-            await bucket.delete("any")
-    assert lines == ["object store fails", "object store answers again"]
-    assert bucket.counters["cold_failures"] == 50
+    assert lines == ["object store fails", "object store answers again"][: 2 - left_alone]
 
 
 class Hangs:
@@ -595,3 +579,28 @@ async def test_no_block_enters_behind_an_object_that_leaves(steps: int) -> None:
     assert not index.book.by_name
     assert not cold.index.stored
     check_invariants(stack)
+
+
+@pytest.mark.parametrize("size_max", [2500, 1300])
+async def test_writers_at_the_same_time_share_the_room_there_is(size_max: int) -> None:
+    """Also after a write that was given up, and where there is room for one object only."""
+    stack = TieredStore([FrontStore(1 << 20), FileStore(1 << 20), ColdStore(size_max, 1)])
+    context: Any = SimpleNamespace(store=stack, on_change=lambda: None, server="s", epoch=1)
+    takes: Any = SimpleNamespace(put=lambda *_: asyncio.sleep(0.01), delete=Flaky().delete)
+    index = ColdIndex(context, cast(ColdStore, stack.stores[-1]), takes, KEYS)
+    writer, sizes = ObjectWriter(context, index, ColdSettings(), Counter()), list[int]()
+    for given_up in (False, True, False):
+        tasks = []
+        for number in range(2):
+            draft = _Draft(f"blocks/s/{len(sizes)}-{number}", 1)
+            draft.payload += bytes(1000)
+            digest = b"%016d%016d" % (len(sizes), number)
+            draft.blocks.append(ColdBlock(ONE, 0, digest, b"", 0, 1000, 1, 1))
+            tasks.append(asyncio.create_task(writer._put(draft)))
+        await asyncio.sleep(0.001)
+        if given_up:
+            tasks[0].cancel()
+        await asyncio.wait(tasks)
+        sizes.append(index.book.size)
+    assert max(sizes) <= size_max
+    assert (index.book.coming, len(index.book.by_name)) == (0, size_max // 1200)

@@ -110,7 +110,7 @@ class Searcher:
             except BaseException:
                 self._search_at = 0.0
                 raise
-        await self._index.make_room(0)
+        await self._index.make_room()
 
     async def delete_outdated(self) -> None:
         """Some of it. Raises Unavailable; the rest has time."""

@@ -27,6 +27,7 @@ _COPY_STEP: Final = 2 << 20
 _BLOCKS_STEP: Final = 128
 #: Pause after a write that failed; the bucket has its own, longer one.
 _AFTER_FAILURE_S: Final = 1.0
+_LOOK_S: Final = 0.01
 #: Of the pins for copies of blocks. Connections count from 1, fetches from 1 << 48.
 _OWNER: Final = 1 << 60
 
@@ -82,7 +83,7 @@ class ObjectWriter:
         self._leaving = True
         self._wake.set()
         while len(self.waiting) or self.drafts:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(_LOOK_S)
 
     def offer(self, entry: Entry) -> None:
         """A block has come to this server."""
@@ -188,26 +189,33 @@ class ObjectWriter:
         draft.born.append(entry.born)
 
     async def _put(self, draft: _Draft) -> None:
-        """Until the store has it: this writer takes no other block meanwhile."""
+        """Until the store has it: this writer takes no other block meanwhile. Its room counts from
+        the start, so that the other writer, and a search, find what is left."""
         start, encrypt = len(draft.payload), self._settings.encrypt
         end = pack_end(draft.name, draft.blocks, start, self._index.keys, draft.salt, encrypt)
         draft.payload += end
-        size = len(draft.payload)
-        await self._index.make_room(size)
-        while True:
-            try:
-                await self._index.bucket.put(draft.name, memoryview(draft.payload))
-                break
-            except Unavailable:
-                if self._leaving:
-                    return
-                await asyncio.sleep(_AFTER_FAILURE_S)
-        draft.missing -= len(draft.blocks)
-        tail = parse_tail(end[-TAIL.size :], size)
-        one = self._index.book.enter(draft.name, size, self._index.now, tail)
+        size, book = len(draft.payload), self._index.book
+        while book.coming and book.coming + size > book.size_max:  # noqa: ASYNC110
+            await asyncio.sleep(_LOOK_S)  # a tier with room for one of them
+        book.coming += size
+        try:
+            await self._index.make_room()
+            while True:
+                try:
+                    await self._index.bucket.put(draft.name, memoryview(draft.payload))
+                    break
+                except Unavailable:
+                    if self._leaving:
+                        return
+                    await asyncio.sleep(_AFTER_FAILURE_S)
+            draft.missing -= len(draft.blocks)
+            tail = parse_tail(end[-TAIL.size :], size)
+            one = book.enter(draft.name, size, self._index.now, tail)
+        finally:
+            book.coming -= size
         one.places = array("Q", [block.position for block in draft.blocks])
         if draft.removed:
-            self._index.book.unsaved[one.name] = one
+            book.unsaved[one.name] = one
         one.removed = draft.removed  # the same set: a removal may still come
         await self._index.enter(one, draft.blocks, draft.born)
         self._counters["cold_written_blocks"] += len(draft.blocks)

@@ -124,6 +124,8 @@ class Book:
     def __init__(self, size_max: int) -> None:
         self.size_max = size_max
         self.size = 0
+        #: Bytes of objects that are on their way to the store.
+        self.coming = 0
         #: That which was read longest ago first.
         self.by_name: OrderedDict[str, ColdObject] = OrderedDict()
         #: How many objects each server has written. There may be too many to count them.
@@ -194,7 +196,7 @@ class Book:
         self.unsaved[one.name] = one
 
     def has_room(self, size: int) -> bool:
-        return self.size + size <= self.size_max
+        return self.size + self.coming + size <= self.size_max
 
     def next_to_go(self, coming: int, written_before: float) -> ColdObject | None:
         """Gone, too old, without a block, or, where `coming` bytes have no room, that which was
