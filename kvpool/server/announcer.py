@@ -241,8 +241,7 @@ class Announcer:
         if self._task is not None:
             await stop(self._task)
         with contextlib.suppress(KvpoolError):
-            leave = wire.Leave(*self.master.sender)
-            await self.master.request(leave, wire.HeartbeatReply, within_s=0.2)
+            await self.master.request(wire.Leave(*self.master.sender), wire.HeartbeatReply, 0.2)
         self.master.link.close()
         self._unregister()
 
@@ -319,9 +318,8 @@ class Announcer:
         raise Unavailable("too many changes are queued for this master: it gets an inventory")
 
     async def _register(self) -> None:
-        store = self._store
-        capacity, blocks_max = store.backing.allocator.capacity, store.blocks_max
-        registered = await self.master.register(capacity, blocks_max, self._sequence)
+        capacity = self._store.backing.allocator.capacity
+        registered = await self.master.register(capacity, self._store.blocks_max, self._sequence)
         self._hints_heard = registered.hints_heard
         self.map.unlisted = 0
         # A master never goes back, so this server has to go on from its number.
@@ -349,10 +347,8 @@ class Announcer:
         # Too many changes meanwhile have ended the synchronisation: then a new one begins.
         if self._state is AnnouncerState.SYNCING:
             self._state = AnnouncerState.STREAMING
-        master, took_s = self.master.link.address, round(loop_time() - started, 3)
-        log.info(
-            "master knows all blocks", master=master, blocks=self._store.stored, seconds=took_s
-        )
+        facts = {"blocks": self._store.stored, "seconds": round(loop_time() - started, 3)}
+        log.info("master knows all blocks", master=self.master.link.address, **facts)
 
     async def _send_pieces(self, pieces: Iterator[tuple[int, list[wire.BlockChanges]]]) -> int:
         """Send pieces, several at a time, each made when its turn comes; the last one's number."""
@@ -377,17 +373,18 @@ class Announcer:
             await self._send_heartbeat()
 
     async def _send_changes(self) -> None:
-        outbox = self.outbox
-        while await outbox.batch_due():
-            changes, count = outbox.take()
-            if not changes:
-                continue
+        while await self.outbox.batch_due():
+            await self._send_batch()
+            if loop_time() >= self._next_heartbeat:
+                await self._send_heartbeat()
+
+    async def _send_batch(self) -> None:
+        changes, count = self.outbox.take()
+        if changes:
             self._sequence += 1
             message = wire.Announce(*self.master.sender, self._sequence, changes)
             alone = await self._deliver(message, "the master missed an announcement")
-            outbox.acknowledge(outbox.acknowledged + count, alone=alone)
-            if loop_time() >= self._next_heartbeat:
-                await self._send_heartbeat()
+            self.outbox.acknowledge(self.outbox.acknowledged + count, alone=alone)
 
     async def _send_heartbeat(self) -> None:
         now = loop_time()
@@ -423,6 +420,9 @@ class Announcer:
                 answers.append((str(subject), followed))
             if number % _HINTS_STEP == 0:
                 await asyncio.sleep(0)
+                # Callers wait for changes: who hints often, or looks up, must not delay them.
+                if self._state is AnnouncerState.STREAMING and loop_time() < self._next_heartbeat:
+                    await self._send_batch()
         self._hint_answers = answers[-wire.HINT_ANSWERS_MAX :]
         if reply.others_have_room:
             self._others_have_room()

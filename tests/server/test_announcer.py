@@ -121,15 +121,21 @@ async def running(blocks: list[bytes]) -> AsyncIterator[Setup]:
         await setup.announcer.close()
 
 
-async def test_many_hints_leave_the_loop_to_others() -> None:
-    turns, now = Counter[int](), 0
+async def test_many_hints_leave_the_loop_to_others_and_delay_no_change() -> None:
+    turns, now, flushed = Counter[int](), 0, None
     async with running(keys("block", 1)) as setup:
+        setup.announcer.master.heartbeat_s = 9.0
         vars(setup.store)["hint"] = lambda *_, **__: turns.update([now])
         for number in range(500):
             setup.master.hints.asked(f"{number}")
         while turns.total() < 500:
             await asyncio.sleep(0)
             now += 1
+            if turns and flushed is None:
+                setup.write(keys("written meanwhile", 1))
+                flushed = setup.announcer.flushed()
+        assert flushed is not None
+        assert flushed.done()
     assert max(turns.values()) <= 8
 
 

@@ -60,8 +60,8 @@ BUGS: Sequence[Bug] = read(
 -return own + min(max(0.0, self._total * self._unit - own), others_max)
 +return own + max(0.0, self._total * self._unit - own)
 @@ hints-are-overwritten-unread  G12  kvpool.master.state.hint_log
--if not self._fresh.take(tenant):
-+if not self._fresh.take(""):
+-if not self._fresh.take(tenant, _cost(subject)):
++if not self._fresh.take("", _cost(subject)):
 @@ names-are-for-the-first  G12  kvpool.server.consumers
 -self._names[kind].take(tenant_of(name))
 +self._names[kind].take("")

@@ -25,6 +25,8 @@ ANSWERS_MAX: Final = 64
 _FETCHED_S: Final = 2.0
 #: That come of age in one call: more than one comes in it.
 _AGED_MAX: Final = 64
+#: Each server looks at every part of a block: those of so many cost as much as the rest of a hint.
+_PARTS: Final = 8
 
 
 class LoggedHint(NamedTuple):
@@ -52,7 +54,8 @@ class HintLog:
         self.last = 0
         self._ring: list[LoggedHint] = []
         self._kept = kept
-        #: Those that may not be overwritten yet, and the number of the first of them.
+        #: Those that may not be overwritten yet, by what each costs a server, and the number of the
+        #: first of them.
         self._fresh = Shares(kept)
         self._fresh_from = 1
         self._news: Recent[str, _SessionNews] = Recent(EXPLAINED_MAX)
@@ -62,7 +65,7 @@ class HintLog:
         hints that servers may still fetch."""
         tenant = _tenant_of(subject)
         self._age(now)
-        if not self._fresh.take(tenant):
+        if not self._fresh.take(tenant, _cost(subject)):
             return False
         hint = LoggedHint(subject, resume_in, now)
         if len(self._ring) < self._kept:
@@ -83,7 +86,7 @@ class HintLog:
             hint = self._ring[(self._fresh_from - 1) % self._kept]
             if now - hint.received_at < _FETCHED_S:
                 break
-            self._fresh.give_back(_tenant_of(hint.subject))
+            self._fresh.give_back(_tenant_of(hint.subject), _cost(hint.subject))
             self._fresh_from += 1
 
     def answered(self, server: str, session: str, followed: bool, now: float) -> None:
@@ -120,3 +123,7 @@ class HintLog:
 
 def _tenant_of(subject: str | ChainEnd) -> str:
     return tenant_of(subject if isinstance(subject, str) else subject.namespace)
+
+
+def _cost(subject: str | ChainEnd) -> int:
+    return 1 if isinstance(subject, str) else 1 + subject.parts // _PARTS
