@@ -168,7 +168,7 @@ async def every_call_ends_by_its_deadline(stage: Stage) -> None:
 
 
 class _Heard:
-    """An `IdleTimeout` that writes down what it is told."""
+    """An `IdleTimeout` that writes down what it is heard."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -267,7 +267,10 @@ class _AcmeGuard(Guard):
 @TransportCheck
 async def a_tenants_client_is_known_or_refused(stage: Stage) -> None:
     """One that proves a tenant's secret is that tenant's to the server, or gets a PeerError; one
-    with another secret gets a PeerError, and so does one that asks for what is not its own."""
+    with another secret gets a PeerError, and so does one that asks for what is not its own, of
+    which the server hears."""
+    heard: list[str] = []
+    stage.recorder.forbidden = lambda peer, *_: heard.append(peer.tenant)  # type: ignore
     stage.recorder.guard = _AcmeGuard()
     stage.recorder.cluster = CLUSTER._replace(secret=b"the cluster's")
     theirs, mine = Namespace("@globex/model"), Namespace("@acme/model")
@@ -283,6 +286,7 @@ async def a_tenants_client_is_known_or_refused(stage: Stage) -> None:
         known = {peer.tenant for peer in stage.recorder.peers}
         stage.expect(known == {"acme"}, "a client of the tenant 'acme'", describe(known))
         await stage.raises(PeerError, call(right, theirs), "asking for another tenant's block")
+        stage.expect(heard == ["acme"], "the server to hear once, of 'acme'", describe(heard))
     stage.recorder.peers.clear()
     for wrong in (
         right._replace(secret=b"another one"),

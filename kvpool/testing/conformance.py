@@ -24,11 +24,13 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final, TypeAlias, TypeVar
 
+from kvpool.errors import KvpoolError
 from kvpool.protocols import Policy, Tier, Transport
 from kvpool.testing import (
     channel_checks,
     connector_checks,
     loop_checks,
+    ownership_checks,
     policy_checks,
     policy_costs,
     tier_checks,
@@ -76,6 +78,7 @@ TRANSPORT_CHECKS: Final = _defined(
     transport_checks,
     ending_checks,
     channel_checks,
+    ownership_checks,
     loop_checks,
     *_installed("kvpool.testing.move_checks", "kvpool.testing.device_checks"),
 )
@@ -125,10 +128,24 @@ async def check_tier(make: Callable[[int], Tier]) -> LeftOut:
     left_out: LeftOut = {}
     for name, check in TIER_CHECKS.items():
         try:
+            await _emptied(make)
             await check(make)
         except NotDeclared as why:
             left_out[name] = str(why)
     return _some_ran(TIER_CHECKS, left_out)
+
+
+async def _emptied(make: Callable[[int], Tier]) -> None:
+    """Storage that is opened again for the next check has no records of the one before."""
+    tier = make(tier_checks.CAPACITY)
+    try:
+        if hasattr(tier, "recover") and hasattr(tier, "erase"):
+            found = [one.offset for one in await tier.recover()]
+            await tier.erase(found)
+    except KvpoolError:  # a wrong tier, or contents of another owner: the check says so
+        pass
+    finally:
+        tier.close()
 
 
 def check_policy(make: Callable[[int], Policy[Any]]) -> LeftOut:

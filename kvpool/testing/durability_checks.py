@@ -11,7 +11,13 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
 from kvpool.errors import ConfigError, Corrupt, KvpoolError
-from kvpool.protocols.persistent_tier import BelongsToOwner, Encrypts, KeepsSome, ReportsDropped
+from kvpool.protocols.persistent_tier import (
+    BelongsToOwner,
+    Encrypts,
+    HasParts,
+    KeepsSome,
+    ReportsDropped,
+)
 from kvpool.testing.harness import NotDeclared, Scene, content, describe, digest
 from kvpool.testing.record_checks import durable, found, listed, record, recovered
 from kvpool.testing.tier_checks import STEPS, MakeTier, TierCheck, opened, read
@@ -140,6 +146,21 @@ async def nothing_is_dropped_unsaid(scene: Scene, make: MakeTier) -> None:
             counts = dict(tier.dropped)
             fine = not any(counts.values()) and all(map(str.isprintable, counts))
             scene.expect(fine, "nothing dropped, for all came back", describe(counts))
+
+
+@TierCheck
+async def parts_make_up_the_tier(scene: Scene, make: MakeTier) -> None:
+    """In multiples of `alignment`, each with a place, together `capacity`."""
+    async with opened(make) as tier:
+        if not isinstance(tier, HasParts):
+            raise NotDeclared(f"tier {tier.name!r} is one device")
+        parts = list(tier.parts)
+        places = all(part.place for part in parts)
+        scene.expect(places, "a place of each part", describe(parts))
+        whole = all(part.size > 0 and not part.size % tier.alignment for part in parts)
+        scene.expect(whole, f"multiples of {tier.alignment} bytes", describe(parts))
+        total = sum(part.size for part in parts)
+        scene.expect(total == tier.capacity, f"{tier.capacity} bytes together", describe(total))
 
 
 @TierCheck

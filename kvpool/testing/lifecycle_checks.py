@@ -284,6 +284,11 @@ async def an_abort_stops_its_copies(stage: Stage) -> None:
         stage.expect(
             not altered, "no write into memory that was given back", f"{altered} were made"
         )
+        await stage.eventually(
+            lambda: not stage.store.held.quarantined,
+            "`writer_exited` when a client has gone",
+            lambda: f"{stage.store.held.quarantined} extents are in quarantine",
+        )
 
 
 @TransportCheck

@@ -91,9 +91,11 @@ async def keeps_no_loop(
 async def no_call_of_a_tier_keeps_the_loop(scene: Scene, make: MakeTier) -> None:
     """While a medium works, the server serves others."""
     async with opened(make) as tier:
-        data = memoryview(bytes(_SIZE))
-        await keeps_no_loop(scene, lambda: tier.write_from(0, data), "a write")
-        await keeps_no_loop(scene, lambda: read(tier, 0, _SIZE), "a read")
+        for size in (min(_SIZE, tier.capacity), tier.capacity):
+            data, into = memoryview(bytes(size)), memoryview(bytearray(size))
+            writing, reading = partial(tier.write_from, 0, data), partial(tier.read_into, 0, into)
+            await keeps_no_loop(scene, writing, f"a write of {size} bytes")
+            await keeps_no_loop(scene, reading, f"a read of {size} bytes")
 
 
 @TierCheck

@@ -281,6 +281,22 @@ def what_it_learns_from_arrivals_is_bounded(promise: Promise, make: MakePolicy) 
 
 
 @PolicyCheck
+def what_it_infers_is_for_people(promise: Promise, make: MakePolicy) -> None:
+    """At most 16 named whole numbers, and why a block went: words, also of one it does not know."""
+    blocks = WrittenBlocks(promise, make, 20)
+    inferred = getattr(blocks.policy, "inferred", None)
+    if inferred is None:
+        raise NotDeclared("this policy infers nothing that it shows")
+    for _ in range(2):
+        figures, why = inferred()
+        fine = all(type(name) is str and type(value) is int for name, value in figures.items())
+        promise.expect(fine and len(figures) <= 16, "16 whole numbers at most", str(figures)[:200])
+        for block in (blocks.here[0], blocks.block("unknown")):
+            promise.expect(type(why(block.digest)) is str, "a text", repr(why(block.digest)))
+        blocks.drain()
+
+
+@PolicyCheck
 def a_removed_block_is_no_victim(promise: Promise, make: MakePolicy) -> None:
     """Also when the same key is written again: that is another block."""
     blocks = WrittenBlocks(promise, make, 20)

@@ -125,16 +125,33 @@ async def all_of_its_capacity_holds_bytes(scene: Scene, make: MakeTier) -> None:
         whole = content(digest("whole"), tier.capacity)
         await tier.write_from(0, memoryview(whole))
         scene.expect(await read(tier, 0, tier.capacity) == whole, "all bytes, in one piece")
-        step = max(tier.capacity // 16 // tier.alignment, 1) * tier.alignment
+        step = max(tier.capacity // 256 // tier.alignment, 1) * tier.alignment
         offsets = range(0, tier.capacity - step + 1, step)
         await asyncio.gather(
             *(tier.write_from(o, memoryview(content(digest(o), step))) for o in offsets)
         )
         pieces = await asyncio.gather(*(read(tier, o, step) for o in offsets))
-        right = [
-            piece == content(digest(o), step) for o, piece in zip(offsets, pieces, strict=True)
-        ]
-        scene.expect(all(right), "every piece, written and read side by side", describe(right))
+        wrong = [o for o, p in zip(offsets, pieces, strict=True) if p != content(digest(o), step)]
+        what = f"{len(offsets)} pieces, written and read side by side"
+        scene.expect(not wrong, what, f"wrong at {wrong[:8]}")
+
+
+@TierCheck
+async def two_tiers_share_nothing(scene: Scene, make: MakeTier) -> None:
+    """A process may have several, as `kvpool dev` has: each has its own bytes, and its own end."""
+    async with opened(make) as one:
+        if one.survives_restart:
+            raise NotDeclared(f"tier {one.name!r} is the same storage each time it is opened")
+        size = one.capacity
+        mine, theirs = content(digest("mine"), size), content(digest("theirs"), size)
+        await one.write_from(0, memoryview(mine))
+        async with opened(make) as other:
+            before = await read(other, 0, size)
+            scene.expect(before != mine, "a new tier without another one's bytes")
+            await other.write_from(0, memoryview(theirs))
+            scene.expect(await read(one, 0, size) == mine, "the bytes of the first tier")
+            scene.expect(await read(other, 0, size) == theirs, "the bytes of the second tier")
+        scene.expect(await read(one, 0, size) == mine, "the first, when the second is closed")
 
 
 @TierCheck
@@ -178,9 +195,10 @@ async def a_cancelled_call_stops(scene: Scene, make: MakeTier) -> None:
         size = tier.capacity // 2 // tier.alignment * tier.alignment
         for after in STEPS:
             buffer = blank(size)
-            await _cut_off(tier.read_into(0, memoryview(buffer)), after)
+            await _cut_off(scene, tier.read_into(0, memoryview(buffer)), after)
             buffer[:] = bytes(size)
-            await _cut_off(tier.write_from(0, memoryview(bytes([after + 1]) * size)), after)
+            writing = tier.write_from(0, memoryview(bytes([after + 1]) * size))
+            await _cut_off(scene, writing, after)
             found = await read(tier, 0, size)
             await asyncio.sleep(0.002)
             scene.expect(buffer == bytes(size), "no byte in the buffer after the call has ended")
@@ -188,13 +206,14 @@ async def a_cancelled_call_stops(scene: Scene, make: MakeTier) -> None:
             scene.expect(now == found, "no byte of a write after it was cancelled")
 
 
-async def _cut_off(call: Coroutine[Any, Any, None], after: int) -> None:
+async def _cut_off(scene: Scene, call: Coroutine[Any, Any, None], after: int) -> None:
     task = asyncio.ensure_future(call)
     for _ in range(after):
         await asyncio.sleep(0)
-    task.cancel()
+    cancelled = task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+        scene.expect(not cancelled, "CancelledError from a cancelled call", "it went on")
 
 
 # --- its end ---------------------------------------------------------------------------------
@@ -382,11 +401,18 @@ async def memory_on_a_device_is_shown_in_place(scene: Scene, make: MakeTier) -> 
         await tier.write_from(tier.alignment, memoryview(data))
         if place[0] == _HOST:  # a driver may stand between this process and any other device
             scene.expect(_shown(view) == data, "a view to see what `write_from` stores")
+            writable: Any = view
+            np.from_dlpack(writable)[100:200] = 0
+            got = await read(tier, tier.alignment, 300)
+            scene.expect(got[90:210] == data[90:100] + bytes(100) + data[200:210], "to be writable")
             same = _shown(token.memory) == token.content
             scene.expect(same, "the token's bytes on the device")
         for offset, size in ((tier.capacity, 1), (-1, 1), (0, tier.capacity + 1)):
             viewing = asyncio.to_thread(tier.device_view, offset, size)
             await scene.raises(UsageError, viewing, f"a view of {size} bytes at {offset}")
+        tier.close()
+        kept = place[0] != _HOST or _shown(view)[:100] == data[:100]
+        scene.expect(kept, "the bytes to stay until the view is released")
 
 
 def _shown(memory: Any) -> bytes:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpool.protocols import ReserveRequest
-from kvpool.protocols.policy import Decision, Policy
+from kvpool.protocols.policy import Decision, Inferred, Policy
 from kvpool.server.eviction.arc import ARC
 from kvpool.server.eviction.density import Density, LifetimeHistogram
 from kvpool.server.eviction.lease import Lease, ReuseHistogram
@@ -415,6 +415,13 @@ class LearnsTooMuch(LRU[Entry]):
         self._heap.clear()
 
 
+class Guesses(LRU[Entry]):
+    """Knows why of those that it has seen."""
+
+    def inferred(self) -> Inferred:
+        return Inferred({"seen": 0}, {}.__getitem__)
+
+
 class InMilliseconds(LRU[Entry]):
     def victim_age(self, now: float) -> float:
         return super().victim_age(now) * 1000
@@ -441,6 +448,7 @@ class OneStamp(LRU[Entry]):
         (Sacrifices, "every_candidate_is_a_victim_once"),
         (LeavesItToRemove, "a_victim_has_left_the_queue"),
         (Meddles, "a_policy_changes_its_own_fields_only"),
+        (Guesses, "what_it_infers_is_for_people"),
         (LearnsTooMuch, "what_it_learns_from_arrivals_is_bounded"),
         (InMilliseconds, "the_age_is_that_of_the_next_victim"),
         (OneStamp, "the_time_of_a_use_is_made_unique"),

@@ -12,12 +12,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 
-import numpy as np
 import pytest
 
 from kvpool.device_copy import STEP
-from kvpool.errors import BadBuffer, Closed, ConfigError, Unavailable, UsageError
-from kvpool.protocols import Addressable, DeviceAddressable
+from kvpool.errors import BadBuffer, Closed, ConfigError, Unavailable
 from kvpool.testing import TIER_CHECKS, NotDeclared
 from kvpool_tiers import hbm
 from kvpool_tiers.hbm import Hbm
@@ -173,24 +171,6 @@ async def test_the_tier_keeps_its_promises_on_a_fake_device(
     gpu = FakeGpu(monkeypatch)
     with gpu.on_stream(torch.cuda.Stream(torch.device("cuda", 0))), suppress(NotDeclared):
         await TIER_CHECKS[check](lambda capacity: Hbm(capacity, device="cuda"))
-
-
-# --- for transports that can reach the device -------------------------------------------------
-
-
-async def test_a_device_view_is_the_memory_itself(tier: Hbm) -> None:
-    assert isinstance(tier, DeviceAddressable)
-    assert not isinstance(tier, Addressable)  # no memoryview can show a device's memory
-    view = np.from_dlpack(tier.device_view(512, 1000))
-    data = content("view", 1000)
-    await tier.write_from(512, memoryview(data))
-    assert bytes(view) == data
-    view[100:200] = 0
-    assert (await read(tier, 512, 1000))[100:200] == bytes(100)
-    tier.close()
-    assert bytes(view[:100]) == data[:100]  # who still holds it keeps it alive
-    with pytest.raises(UsageError):
-        tier.device_view(tier.capacity, 1)
 
 
 # --- what it refuses -------------------------------------------------------------------------

@@ -1083,14 +1083,3 @@ async def test_flipped_bits_are_dropped_or_do_not_matter(seed: int) -> None:
         assert kept <= records
         assert len(kept) + tier.dropped.total() == len(records)
         assert (await found(disk, capacity))[0] == kept
-
-
-async def test_what_was_written_over_does_not_come_back_when_the_newer_one_goes() -> None:
-    """The process has died before the older one was erased."""
-    newer, apart = record(0, 2 * PAGE, 2), record(8 * PAGE)
-    disk, tier = await new_disk()
-    await write(tier, record(PAGE, PAGE, 1), newer, apart)
-    kept, tier = await found(disk)
-    assert kept == {newer, apart}
-    await tier.erase([newer.offset])
-    assert (await found(disk))[0] == {apart}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import textwrap
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,8 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.protocols import BlockStore, Channel, Connection, Listener, Peer, Tier, Transport, View
-from kvpool.protocols.persistent_tier import Record
+from kvpool.protocols import tier as contract
+from kvpool.protocols.persistent_tier import Record, TierPart
 from kvpool.testing import (
     TIER_CHECKS,
     TRANSPORT_CHECKS,
@@ -55,6 +57,7 @@ from kvpool_transports.tls import TlsTransport
 from kvpool_transports.ucx import UcxTransport
 from tests.support import messages as wire
 from tests.support.certificates import certificate
+from tests.support.programs import module_at
 
 
 def makers() -> dict[str, Callable[[], Transport]]:
@@ -124,7 +127,8 @@ def test_transport_on_the_loop_of_production(scheme: str, check: str) -> None:
 
 @pytest.mark.parametrize("check", TIER_CHECKS)
 @pytest.mark.parametrize(
-    "name", ["dram", "file", "nvme", "nvme-buffered", "nvme-encrypted", "nvme-files", "hbm"]
+    "name",
+    ["contract", "dram", "file", "nvme", "nvme-buffered", "nvme-encrypted", "nvme-files", "hbm"],
 )
 async def test_tier(name: str, check: str, tmp_path: Path) -> None:
     if name == "hbm":
@@ -135,7 +139,10 @@ async def test_tier(name: str, check: str, tmp_path: Path) -> None:
             pytest.skip("extents are read as they were written: here one lies over another")
         if check == "what_survives_a_restart_is_there_again":
             pytest.skip("bytes without a record cannot be decrypted after a restart")
-    path = tmp_path / "tier"
+    path = tmp_path / "tier.py"
+    example = (contract.__doc__ or "").partition("::\n")[2].rpartition("\n\n(design:")[0]
+    if name == "contract":
+        path.write_text(f"from kvpool.errors import Closed, UsageError\n{textwrap.dedent(example)}")
 
     def encrypted(capacity: int) -> Tier:
         tier = Nvme(capacity, path=path, encrypt=True)
@@ -149,6 +156,7 @@ async def test_tier(name: str, check: str, tmp_path: Path) -> None:
         return NvmeFiles([Nvme(size, f"{path}-{number}") for number, size in enumerate(sizes)])
 
     tiers: dict[str, Callable[[int], Tier]] = {
+        "contract": lambda capacity: module_at(path).Heap(capacity),
         "dram": PlainDram,
         "file": lambda capacity: FileTier(path, capacity),
         "nvme": lambda capacity: Nvme(capacity, path=path),
@@ -190,7 +198,9 @@ async def test_what_only_passes_on_is_as_good_as_what_it_wraps() -> None:
     await check_transport(broken())
 
 
-async def test_the_kit_says_what_it_did_not_check() -> None:
+async def test_the_kit_says_what_it_did_not_check(tmp_path: Path) -> None:
+    left_out = await check_tier(lambda capacity: Nvme(capacity, tmp_path / "file"))
+    assert "cannot be looked at in place" in left_out["a_view_is_the_memory_itself"]
     left_out = await check_tier(lambda capacity: Dram(capacity, prefault=False))
     assert 0 < len(left_out) < len(TIER_CHECKS)
     assert "not remember what its bytes mean" in left_out["what_was_remembered_is_found_again"]
@@ -319,12 +329,6 @@ def lingering(name: str) -> Callable[..., Any]:
     return call
 
 
-async def thinking(inner: Any, *asked: Any, deadline: float) -> Any:
-    """Keeps the loop while it reads."""
-    time.sleep(0.02)  # noqa: ASYNC251, which is what it does wrong
-    return await inner.read(*asked, deadline=deadline)
-
-
 async def collecting(inner: Any, *asked: Any, deadline: float) -> Any:
     """Waits whether there is more to send."""
     await asyncio.sleep(0.02)
@@ -381,6 +385,16 @@ async def ticking(inner: Any, reading: Any, blocks: Any, deadline: float) -> Any
             reading.idle_timeout.touch()
         await asyncio.wait([reads], timeout=0.01)
     return await reads
+
+
+async def solitary(inner: Any, writing: Any, blocks: Any, deadline: float) -> Any:
+    """Does not pass on whether others have the blocks."""
+    return await inner.write(writing._replace(on_alone=None), blocks, deadline=deadline)
+
+
+async def departing(inner: Any) -> None:
+    """Goes on to close when it has closed."""
+    inner.going = asyncio.ensure_future(asyncio.sleep(0.02, inner.abort()))
 
 
 def deaf(inner: Any) -> None:
@@ -504,9 +518,9 @@ class Leaking(ThroughTransport):
         super().__init__()
         self.opened: list[int] = []
 
-    async def listen(self, address: str, store: BlockStore) -> Listener:
+    async def connect(self, address: str, **options: Any) -> Any:
         self.opened.append(os.open("/dev/null", os.O_RDONLY))
-        return await super().listen(address, store)
+        return await super().connect(address, **options)
 
 
 class Linked(UnixTransport):
@@ -575,6 +589,18 @@ def unpin_early(connection: Any) -> None:
     connection.pin = pin_and_unpin
 
 
+def pin_alike(connection: Any) -> None:
+    """Takes a view for a read."""
+    pin = connection.pin
+    connection.pin = lambda *asked, view=False: pin(*asked)
+
+
+def seal_some_day(connection: Any) -> None:
+    """Lets masters take their time."""
+    seal = connection.seal
+    connection.seal = lambda *asked, deadline, **more: seal(*asked, deadline=deadline + 60, **more)
+
+
 def seal_anything(connection: Any) -> None:
     """Seals with checksums that it made up."""
     seal = connection.seal
@@ -613,7 +639,7 @@ BROKEN: dict[str, Callable[[], Transport]] = {
     "a_closed_channel_moves_nothing": lambda: ThroughTransport(close=nothing, abort=deaf),
     "nobody_there_is_unavailable": Raw,
     "a_refused_call_is_made_once": lambda: ThroughTransport(read=insisting("read")),
-    "no_call_keeps_the_loop": lambda: ThroughTransport(read=thinking),
+    "no_call_keeps_the_loop": lambda: ThroughTransport(read=fiddling),
     "nothing_stays_when_both_sides_close": Leaking,
     "no_small_call_waits_for_a_timer": lambda: ThroughTransport(write=collecting),
     "a_read_shows_that_it_goes_on": lambda: ThroughTransport(read=silent),
@@ -624,6 +650,10 @@ BROKEN: dict[str, Callable[[], Transport]] = {
     # It finds no server where one is.
     "what_a_transport_declares_is_so": altered(ThroughTransport, can_reach=lambda *_: False),
     "a_closed_listener_has_no_connection": Parting,
+    "what_a_channel_owns_is_free_when_it_is_closed": lambda: ThroughTransport(close=departing),
+    "a_writer_hears_whether_its_blocks_are_alone": lambda: ThroughTransport(write=solitary),
+    "a_view_is_pinned_as_one": lambda: kept_so(pin_alike),
+    "a_server_knows_how_long_it_may_wait": lambda: kept_so(seal_some_day),
     "a_server_knows_who_calls": lambda: Linked(lambda peer: peer._replace(address="127.0.0.1:9")),
     "a_server_may_hang_up": lambda: Linked(link(hang_up=lambda why: None)),
     "a_server_sees_whether_a_client_is_idle": lambda: Linked(link(idle_since=lambda: None)),
@@ -640,7 +670,7 @@ async def test_a_connect_without_a_deadline_is_noticed() -> None:
 
 #: Others, which break the same promise elsewhere.
 BROKEN_TOO: list[tuple[str, Callable[[], Transport]]] = [
-    ("no_call_keeps_the_loop", lambda: ThroughTransport(read=fiddling)),
+    ("what_a_channel_owns_is_free_when_it_is_closed", Leaking),
     ("a_read_shows_that_it_goes_on", lambda: ThroughTransport(read=ticking)),
     ("every_call_ends_by_its_deadline", lambda: ThroughTransport(request=patient("request"))),
     *(
@@ -724,6 +754,9 @@ class FileTier:
             raise UsageError(f"{size} bytes at {offset}: there are {self.capacity}")
 
 
+ONE_POT = bytearray(1 << 20)
+
+
 class Forgetful(FileTier):
     """Starts with an empty file."""
 
@@ -766,12 +799,37 @@ class Keeping(PlainDram):
         await super().read_into(offset, buffer)
 
 
-class Slow(PlainDram):
-    """Waits for its medium on the loop's thread."""
+def in_one_pot(self: PlainDram, offset: int, size: int) -> memoryview:
+    """All tiers of its kind have one memory."""
+    return memoryview(ONE_POT)[offset : offset + size]
 
-    async def write_from(self, offset: int, buffer: memoryview) -> None:
-        time.sleep(0.02)  # noqa: ASYNC251, which is what it does wrong
-        await super().write_from(offset, buffer)
+
+def copied(self: PlainDram, offset: int, size: int) -> memoryview:
+    """Shows a copy."""
+    return memoryview(bytearray(Dram.view(self, offset, size)))
+
+
+async def ponderous(self: PlainDram, offset: int, buffer: memoryview) -> None:
+    """Waits for what is large."""
+    time.sleep(len(buffer) / (50 << 20))  # noqa: ASYNC251, which is what it does wrong
+    buffer[:] = self.view(offset, len(buffer))
+
+
+async def stubborn(self: PlainDram, offset: int, buffer: memoryview) -> None:
+    """Does not hear that it is cancelled."""
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(0.001)
+    buffer[:] = self.view(offset, len(buffer))
+
+
+async def exclusive(self: Any, offset: int, buffer: memoryview) -> None:
+    """Has room for few calls."""
+    self.running = getattr(self, "running", 0) + 1
+    await asyncio.sleep(0)
+    self.running -= 1
+    if self.running > 100:
+        raise Unavailable("others are served")
+    buffer[:] = self.view(offset, len(buffer))
 
 
 class Endless(PlainDram):
@@ -780,13 +838,6 @@ class Endless(PlainDram):
     async def write_from(self, offset: int, buffer: memoryview) -> None:
         room = max(0, self.capacity - offset)
         await super().write_from(offset, buffer[:room])
-
-
-class Copying(PlainDram):
-    """Shows a copy."""
-
-    def view(self, offset: int, size: int) -> memoryview:
-        return memoryview(bytearray(super().view(offset, size)))
 
 
 def vague(**fields: Any) -> type[Any]:
@@ -889,13 +940,6 @@ class Alarmist(Nvme):
         return records
 
 
-class Hospitable(Nvme):
-    """Serves whoever comes."""
-
-    def claim(self, owner: bytes) -> None:
-        super().claim(bytes(16))
-
-
 class Keyless(Nvme):
     """Has one key for all."""
 
@@ -980,13 +1024,6 @@ class Staged(Hbm):
         return view.clone() if size == 1000 else view
 
 
-class Greedy(Dram):
-    """Rounds up."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__(capacity + 4096, prefault=False)
-
-
 def unsealed(capacity: int) -> Tier:
     """Dram, if it forgot the seals."""
     with pytest.MonkeyPatch.context() as patch:
@@ -1002,9 +1039,13 @@ def unsealed(capacity: int) -> Tier:
         ("a_cancelled_call_stops", Late),
         ("nothing_lies_outside", Endless),
         ("a_buffer_is_the_callers_again", Keeping),
-        ("no_call_of_a_tier_keeps_the_loop", Slow),
-        ("a_view_is_the_memory_itself", Copying),
-        ("capacity_is_what_was_asked_for", Greedy),
+        ("no_call_of_a_tier_keeps_the_loop", altered(PlainDram, read_into=ponderous)),
+        ("a_cancelled_call_stops", altered(PlainDram, read_into=stubborn)),
+        ("all_of_its_capacity_holds_bytes", altered(PlainDram, read_into=exclusive)),
+        ("two_tiers_share_nothing", altered(PlainDram, view=in_one_pot)),
+        ("parts_make_up_the_tier", altered(Nvme, parts=[TierPart("a", 4096)])),
+        ("a_view_is_the_memory_itself", altered(PlainDram, view=copied)),
+        ("capacity_is_what_was_asked_for", lambda capacity: PlainDram(capacity + 4096)),
         ("nobody_can_resize_it", unsealed),
         ("what_was_remembered_is_found_again", altered(Nvme, persist=nothing)),
         ("what_was_remembered_is_found_again", vague(parent=ROOT)),
@@ -1019,7 +1060,7 @@ def unsealed(capacity: int) -> Tier:
         ("no_call_about_records_keeps_the_loop", altered(Nvme, erase=first_thousand)),
         ("what_was_remembered_is_found_again", vague(copies=1)),
         ("nothing_is_dropped_unsaid", Alarmist),
-        ("nobody_else_is_served_from_it", Hospitable),
+        ("nobody_else_is_served_from_it", altered(Nvme, claim=lambda *_: None)),
         ("another_key_reads_nothing", Keyless),
         ("what_an_operator_is_shown_is_a_line", altered(Nvme, status_text="")),
         ("closing_ends_running_calls", Closing),

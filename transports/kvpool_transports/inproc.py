@@ -180,6 +180,8 @@ class _InprocChannel:
             sealed = await connection.seal(
                 ids, checksums, visible=options.visible, deadline=deadline
             )
+            if options.on_alone is not None and WriteStatus.STORED in sealed:
+                options.on_alone(connection.alone)
         for position, status in zip(granted, sealed, strict=True):
             statuses[position] = status
         return statuses
@@ -195,10 +197,9 @@ class _InprocChannel:
             pins = await connection.pin(options.namespace, options.part, digests, buffer_sizes)
             results = [ReadResult(pin.status) for pin in pins]
             hits = [i for i, pin in enumerate(pins) if pin.extent is not None]
-            seeds: list[int | None] = [None] * len(hits)
+            seeds: Sequence[int | None] = [None] * len(hits)
             if options.verify:
-                half = block_seeds(options.namespace, options.part, [digests[i] for i in hits])
-                seeds = list(half)
+                seeds = block_seeds(options.namespace, options.part, [digests[i] for i in hits])
             sources = connection.views(pins)
             jobs = [
                 CopyJob((source,), blocks[i].pieces, seed)
