@@ -86,9 +86,7 @@ def test_the_beginning_and_the_end_of_each_tensor_count(model: Model) -> None:
     assert model.fingerprint == same
 
 
-def test_what_lies_between_is_read_at_random_places(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_between_them_random_places_are_read(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """One part in ten of a tensor is trained: it is seen wherever it lies, also with 128 places."""
     monkeypatch.setattr(weight_files, "_FILE_SAMPLES", 128)
     data = model.file.stat().st_size - 100 * KIB
@@ -162,9 +160,7 @@ def test_of_many_tensors_some_are_sampled(tmp_path: Path, monkeypatch: pytest.Mo
     ],
     ids=["header too large", "no json", "list", "number", "no offsets", "half", "text", "empty"],
 )
-def test_a_file_whose_header_says_nothing_is_sampled_anywhere(
-    tmp_path: Path, damaged: bytes
-) -> None:
+def test_a_file_with_an_odd_header_is_sampled_all_over(tmp_path: Path, damaged: bytes) -> None:
     odd = Model(tmp_path / "odd", damaged.ljust(64, b"\0") + bytes(1024 * KIB))
     same = odd.fingerprint
     every = odd.file.stat().st_size // 256

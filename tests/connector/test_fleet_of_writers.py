@@ -67,7 +67,7 @@ def fleet() -> list[FleetEngine]:
     return engines
 
 
-def test_engines_with_other_formulas_that_join_late_give_no_wrong_answer(
+def test_late_engines_with_other_formulas_give_no_wrong_answer(
     fleet: list[FleetEngine],
 ) -> None:
     liars = [FleetEngine("cubes", formula=3), FleetEngine("fifths", formula=5)]

@@ -389,9 +389,7 @@ def test_a_block_is_loaded_only_with_all_of_its_parts(start: Start) -> None:
         own.close()
 
 
-def test_many_blocks_are_loaded_by_some_reads(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_blocks_take_several_reads(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool_connector.memory.load_rounds._READ_BYTES_MIN", BYTES)
     writer, reader = start(), start()
     hashes = keys("several reads", 21)
@@ -1037,9 +1035,7 @@ def test_no_request_waits_for_a_master_that_is_not_connected(asked: Any) -> None
     assert engine.clock.ahead_s - began_s < 0.1
 
 
-def test_the_hooks_of_a_step_wait_a_millisecond_in_all(
-    asked: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hooks_wait_a_millisecond_a_step(asked: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, poller, _ = asked
     tokens = 2 * BLOCK + 1
     busy = ScheduledRequest("x", 0, 1, [[9]])

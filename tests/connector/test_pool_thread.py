@@ -231,9 +231,7 @@ def test_the_log_says_when_the_pool_is_lost_and_when_it_is_back(
     ]
 
 
-def test_work_that_fails_is_a_line_of_the_log(
-    started: Callable[..., PoolThread], lines: list[str]
-) -> None:
+def test_failed_work_is_logged(started: Callable[..., PoolThread], lines: list[str]) -> None:
     thread, done = started(NoPool()), threading.Event()
 
     async def fail() -> None:

@@ -43,9 +43,7 @@ def test_names_are_compared_once_after_so_many_lookups_and_again_under_a_new_nam
         (Namespace("by hand"), 7, []),
     ],
 )
-def test_what_keeps_engines_of_a_model_apart(
-    other: Namespace, blocks: int, told: list[str]
-) -> None:
+def test_what_keeps_engines_apart(other: Namespace, blocks: int, told: list[str]) -> None:
     found = others_of_this_model([OURS], [(other, blocks)])
     assert found == [f"7 blocks differ in {field}" for field in told]
 

@@ -118,9 +118,7 @@ async def test_a_rank_has_a_context_on_its_own_device_only(
 
 
 @pytest.mark.parametrize("kind", ["xpu", "hpu", "rocm"])
-def test_another_accelerator_is_refused_with_a_sentence(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_other_accelerators_are_refused(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     if kind == "rocm":  # torch calls its devices cuda
         monkeypatch.setattr(torch.version, "hip", "7.1")
     with pytest.raises(

@@ -597,7 +597,7 @@ def test_a_hook_ends_sharing_while_it_is_there(pool: kvpool.sync.Pool) -> None:
         assert cache.last.loaded == 64
 
 
-def test_what_is_unreadable_is_refused(
+def test_the_unreadable_is_refused(
     pool: kvpool.sync.Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At the start with an error; later with a reason and one warning."""

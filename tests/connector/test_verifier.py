@@ -188,10 +188,7 @@ def test_what_lies_before_a_sliding_window_is_left_out() -> None:
     one.choose("r", 0, 64, (match(4), match(2)))
     ids = [[0, 0, 3, 4], [5, 6]]
     request = one.take(ScheduledRequest("r", 0, 64, ids), keys("r", 4), None)
-    assert [(blocks.group, blocks.block_ids) for blocks in request.blocks] == [
-        (0, (3, 4)),
-        (1, (5, 6)),
-    ]
+    assert [(one.group, one.block_ids) for one in request.blocks] == [(0, (3, 4)), (1, (5, 6))]
     assert request.blocks[1].digests == (keys("r", 4)[1], keys("r", 4)[3])
 
 
@@ -430,9 +427,7 @@ def test_of_an_engine_that_joins_late_and_differs_no_block_is_ever_loaded(
     assert not liar.scheduler.planner.verifier.writers.odd
 
 
-def test_the_pool_gets_the_right_block_in_place_of_a_wrong_one(
-    pool: LocalPool, start: Start
-) -> None:
+def test_the_pool_gets_the_right_block_for_a_wrong_one(pool: LocalPool, start: Start) -> None:
     """By whoever meets it, if another engine has confirmed that one: then it is a hit for all."""
     good, liar, reader = start(), start(seed=7), start(verify_rate=0.001)
     hashes, more, shared = keys("wrong first", 3), keys("and second", 3), keys("confirms", 3)

@@ -331,9 +331,7 @@ def test_a_listener_that_fails_ends_no_task(
     soon(lambda: caplog.text.count("a listener of LMCache's failed") >= 3)
 
 
-def test_results_that_nobody_asks_for_are_bounded(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unasked_results_are_bounded(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a salt that is no text has a name."""
     made = engine.adapter
     assert made is not None

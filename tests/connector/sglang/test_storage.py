@@ -314,13 +314,13 @@ def test_the_name_has_every_argument_with_an_effect(weights: Path) -> None:
         assert name(**changes) != plain, changes
     dummies = [name(load_format="dummy", random_seed=seed) for seed in (1, 2)]
     assert dummies[0] != dummies[1]
-    for changes in (
+    for other in (
         {"port": 1},
         {"random_seed": 9},
         {"mem_fraction_static": 0.5},
         {"log_level": "x"},
     ):
-        assert name(**changes) == plain, changes
+        assert name(**other) == plain, other
     (weights / "model.safetensors").write_bytes(b"x" + bytes(4095))
     assert name() != plain
 

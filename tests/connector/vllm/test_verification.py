@@ -82,15 +82,11 @@ def test_of_an_engine_with_other_kv_nothing_is_used_and_the_others_go_on_sharing
     if case == "embeddings":
         other_folder = trained_embeddings(folder, tmp_path / folder.name)
     if case == "adapter":  # its keys tell which adapter a block was computed with
-        lora = {
-            "enable_lora": True,
-            "max_lora_rank": 8,
-            "adapter": adapter(tmp_path / "chat", 1, 2),
-        }
+        lora = {"enable_lora": True, "max_lora_rank": 8, "adapter": adapter(tmp_path, 1, 2)}
         overrides = lora
     engines.rounds(other_folder, [[WARM_UP], PROMPTS], tenant=others, **overrides)
     if case == "adapter":
-        adapter(tmp_path / "chat", 2, 2)
+        adapter(tmp_path, 2, 2)
         keys = "keys"
         engines.rounds(folder, [[WARM_UP], PROMPTS], tenant=keys, **lora)
     # Once more: a block that waits to be saved is saved with a step of the next request.
