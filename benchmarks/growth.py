@@ -1,9 +1,10 @@
 """How the cost of each request and each periodic step grows: at n and at 10 n of everything.
 
-    .venv/bin/python -m benchmarks.growth [--part master|server]
+    .venv/bin/python -m benchmarks.growth [--part master|server|client]
 
 Of a master: blocks, namespaces, tenants, servers and sessions. Of a server: blocks, namespaces,
-tenants, sessions of programs, connections and blocks that have left. One dimension grows at a time.
+tenants, sessions of programs, connections, blocks that have left, and writers that wait for space.
+Of a client: tenants, and servers that have the blocks of a read. One dimension grows at a time.
 Times are CPU time of this thread, the least of several, so a busy machine changes them little. Exit
 code 1 if something grows faster than n log n, or holds the loop for more than 5 ms in one turn.
 """
@@ -17,25 +18,46 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NamedTuple, cast
 
 from rich.console import Console
 from rich.table import Table
 
 from kvpool import ServerConfig
+from kvpool.client.attempts import ReadRates, Standing
+from kvpool.client.room import room_of
+from kvpool.client.ways import Ways
 from kvpool.config import MasterConfig
 from kvpool.master.service import Master
 from kvpool.master.state.change_ring import ChangeRing
 from kvpool.master.state.server_record import Registration
+from kvpool.operators import RemovalCursor
 from kvpool.ops.metrics import pages_of_master, pages_of_server
 from kvpool.protocols import Caller, Connection, Peer, ReserveRequest
 from kvpool.server.block_server import BlockServer
 from kvpool.server.eviction.lru import LRU
+from kvpool.server.moves.state.copy_demand import RepairPlanner
+from kvpool.server.moves.state.wants import MoveView
+from kvpool.server.namespace_removal import NamespaceRemoval, remove_written
 from kvpool.server.state.quota import Quota
 from kvpool.server.state.tenants import set_quotas
 from kvpool.server.state.tier_stores import stores_of
-from kvpool.types import ROOT, Cluster, Namespace, ReadStatus, ServerStats, SessionHint
+from kvpool.types import (
+    ARRIVED,
+    ROOT,
+    ChainEnd,
+    Cluster,
+    Demand,
+    Member,
+    Namespace,
+    ReadResult,
+    ReadStatus,
+    ServerStats,
+    SessionHint,
+    WorkingSet,
+)
 from kvpool.wire import messages as wire
 from kvpool.wire.changes import Changes, ChangesReply, Snapshot
 from kvpool.wire.hints import ExplainSession, Hint
@@ -96,6 +118,15 @@ def longest_step(steps: Iterator[object]) -> float:
             return most
 
 
+def turns_of(work: Coroutine[None, None, object]) -> Iterator[object]:
+    """The turns of a coroutine that awaits no more than others' turns."""
+    try:
+        while True:
+            yield work.send(None) is None
+    except StopIteration:
+        return
+
+
 def digests(count: int) -> list[bytes]:
     """New ones."""
     first = next(NUMBERS) << 64
@@ -134,8 +165,8 @@ def master_with(
         for first in range(0, len(own), BATCH):
             server = names[(number + first // BATCH) % servers]
             directory.stored(server, namespace, 0, 0, own[first : first + BATCH])
-    for number in range(sessions):
-        ask(master, Hint(f"session {number}", 5.0))
+    for number in range(max(sessions, wire.HINTS_MAX)):
+        ask(master, Hint(f"session {number % sessions}", 5.0))
     space, found = spaces[0], here[: min(each, BATCH)]
     return {**questions(master, space, found), **announcements(master, space, names[0])}
 
@@ -165,6 +196,7 @@ def questions(master: Master, space: Namespace, found: list[bytes]) -> dict[str,
         "Find": wire.Find(*here, False),
         "Find, missing": wire.Find(*missing, False),
         "Find, a chain": wire.Find(*here, True, "session 1"),
+        "Find, a chain of no session": wire.Find(*here, True, None),
         "Place": wire.Place(*missing, parent=found[0], size=1 << 20, host="h", copies=2),
         "Explain": wire.Explain(*here),
         "Explain, no namespace": wire.Explain(*nowhere),
@@ -223,8 +255,10 @@ def announcements(master: Master, space: Namespace, server: str) -> dict[str, Wo
 
     pages = pages_of_master(master)
     beat = wire.Heartbeat(server, 1, TOKEN, ServerStats(used=5))
+    behind = wire.Heartbeat(server, 1, TOKEN, ServerStats(used=5), 0)  # it has heard no hint
     return {
         "Heartbeat": lambda: ask(master, beat),
+        "Heartbeat, with hints": lambda: ask(master, behind),
         "Announce": lambda: announce(ReadStatus.HIT),
         "Announce, evicted": lambda: announce(ReadStatus.EVICTED),
         "Announce, new namespaces": in_new_namespaces,
@@ -239,7 +273,7 @@ def announcements(master: Master, space: Namespace, server: str) -> dict[str, Wo
 
 SERVER_SIZES = {
     **{"blocks": 10_000, "namespaces": 500, "tenants": 100, "sessions": 1000},
-    **{"connections": 100, "departures": 6000},
+    **{"connections": 100, "departures": 6000, "waiters": 400, "lookups": 1000},
 }
 
 
@@ -250,6 +284,8 @@ def server_with(
     sessions: int = 10,
     connections: int = 5,
     departures: int = 10,
+    waiters: int = 10,
+    lookups: int = 10,
 ) -> dict[str, Work]:
     memory = Dram((blocks + 100_000) * BLOCK, prefault=False)
     server = BlockServer(
@@ -279,7 +315,13 @@ def server_with(
     for client in clients:  # each holds something
         request = ReserveRequest(spaces[0], 0, digests(1), [ROOT], [BLOCK], None)
         client.reserve_now(request)
-    return work_of(server, clients[-1], spaces[0], here[0][:BATCH])
+    ends = [ChainEnd(spaces[0].name, 1, digest) for digest in digests(lookups)]
+    for end in ends:
+        write(clients[0], spaces[0], [end.digest])
+    for end in ends:
+        server.stack.hint(end, ARRIVED, now() + 1.0)
+    work = work_of(server, clients[-1], spaces[0], here[0][:BATCH], ends)
+    return work | beside(server, clients[-1], spaces, waiters, tenants or 7)
 
 
 class NoNetwork:
@@ -287,17 +329,24 @@ class NoNetwork:
         return None
 
 
-def write(client: Connection, space: Namespace, blocks: list[bytes], session: str) -> None:
-    parents = [ROOT, *blocks[:-1]]
-    hint = SessionHint(session, None)
-    request = ReserveRequest(space, 0, blocks, parents, [BLOCK] * len(blocks), hint)
+def write(
+    client: Connection, space: Namespace, blocks: list[bytes], session: str = "", copies: int = 1
+) -> None:
+    parents, count = [ROOT, *blocks[:-1]], len(blocks)
+    hint = SessionHint(session, None) if session else None
+    request = ReserveRequest(space, 0, blocks, parents, [BLOCK] * count, hint)
+    request = request._replace(copies=[copies] * count)
     answers = client.reserve_now(request)
     ids = [one.id for one in answers if one.extent is not None]
     cast(Any, client)._store.seal_all(cast(Any, client)._id, ids, [0] * len(ids), now())
 
 
 def work_of(
-    server: BlockServer, client: Connection, space: Namespace, found: list[bytes]
+    server: BlockServer,
+    client: Connection,
+    space: Namespace,
+    found: list[bytes],
+    ends: list[ChainEnd],
 ) -> dict[str, Work]:
     stack, policy = server.stack, cast(Any, server.store.extents.policy)
     missing = digests(len(found))
@@ -315,13 +364,20 @@ def work_of(
         stack.remove(space, order.pop() if order else missing)
 
     hints: list[tuple[str, float | None]] = [(SESSION, 5.0), ("@t1/program=p1;1", None)]
-    pages = pages_of_server(server)
+    pages, times = pages_of_server(server), itertools.count(2)
+
+    def looked_up() -> None:
+        at = now() + next(times)
+        for end in ends[:8]:  # as many as a server hears of in one turn
+            server.stack.hint(end, ARRIVED, at)
+
     return {
         "write": write_new,
         "read": lambda: read(found),
         "read, missing": lambda: read(missing),
         "remove": remove,
         "hints": lambda: [server.stack.hint(*hint, 0.0) for hint in hints],
+        "hints of lookups": looked_up,
         "stats of a heartbeat": lambda: server.stats(now()),
         "longest step of an inventory": lambda: longest_step(stack.inventory_steps()),
         "the next victim": lambda: [policy.victim_age(now())],
@@ -330,7 +386,93 @@ def work_of(
     }
 
 
-# --- both ---------------------------------------------------------------------------------------
+def beside(
+    server: BlockServer, client: Connection, spaces: list[Namespace], waiters: int, tenants: int
+) -> dict[str, Work]:
+    """What is done for operators, for lost copies, and for writers that wait."""
+    context, stack = server._context, server.stack
+    removal = cast(Any, NamespaceRemoval)(server._parts)
+    planner, rounds = RepairPlanner(stack), itertools.count(1)
+    copied = [digests(BATCH) for _ in range(8)]  # as many as one round looks at
+    for number, blocks in enumerate(copied):
+        write(client, spaces[number % len(spaces)], blocks, copies=2)
+
+    def repair() -> float:
+        for number in range(256):
+            planner.read(spaces[number % 8 % len(spaces)], 0, copied[number % 8])
+        return longest_step(planner.wants(MoveView("s", 10.0 * next(rounds))))
+
+    def remove() -> float:
+        gone = Namespace(f"@t0/gone {next(NUMBERS)}")
+        write(client, gone, digests(BATCH))
+
+        def steps() -> Iterator[object]:
+            at: RemovalCursor | None = RemovalCursor(0, 1 << 62)
+            while at is not None:
+                at = remove_written(stack, gone, at, 64).at
+                yield True
+
+        return longest_step(steps())
+
+    def wake() -> float:
+        loop = asyncio.get_running_loop()
+        context._to_wake.clear()
+        context._waiting_for_space = {
+            loop.create_future(): (1e9, 64, f"t{number % tenants}") for number in range(waiters)
+        }
+        began = time.thread_time()
+        context.space_changed()
+        return time.thread_time() - began
+
+    def list_all() -> float:
+        return longest_step(turns_of(removal.holdings("", ("", 0))))
+
+    return {
+        "longest step of a repair": repair,
+        "longest step of a removal": remove,
+        "longest step of a list of all": list_all,
+        "space for those who wait": wake,
+    }
+
+
+# --- a client -----------------------------------------------------------------------------------
+
+CLIENT_SIZES = {"blocks": 500, "servers": 25, "tenants": 25}
+
+
+def client_with(blocks: int = 500, servers: int = 4, tenants: int = 4) -> dict[str, Work]:
+    """What it plans: a read over the servers that have its blocks, and how many sessions fit."""
+    names = [f"s{number:05}" for number in range(servers)]
+    good, size = Standing(ailing=False, far=True, networked=True), 1 << 20
+    sets = tuple(WorkingSet(Namespace(f"@t{n}/m"), 1 << 30, 1000, 1 << 20) for n in range(tenants))
+    members = [Member(one, 1, "h", (), (), True, 0.0, 1 << 40, ServerStats()) for one in names]
+
+    def read() -> float:
+        results = [ReadResult(ReadStatus.NOT_YET)] * blocks
+        plan = Ways(
+            *([list(names) for _ in range(blocks)], [size] * blocks, results, set[str]()),
+            *(lambda server: good, ReadRates(), Counter[str](), 0.25),
+        )
+
+        def turns() -> Iterator[object]:
+            clock = itertools.count()
+            attempts = plan.begin(range(blocks), 0.0)
+            while attempts:
+                yield True
+                done = attempts.pop(0)
+                for position in done.positions:
+                    results[position] = ReadResult(ReadStatus.HIT, size)
+                attempts += plan.ended(done, 0.01 * next(clock))
+
+        return longest_step(turns())
+
+    return {
+        "longest turn of a read": read,
+        "room": lambda: room_of(Demand(1e3, sets, 1.0, 0.0), members),
+    }
+
+
+# --- all ---------------------------------------------------------------------------------------
 
 
 def now() -> float:
@@ -349,6 +491,7 @@ async def measure(part: str) -> list[Row]:
     parts: dict[str, tuple[Callable[..., dict[str, Work]], dict[str, int]]] = {
         "master": (master_with, MASTER_SIZES),
         "server": (server_with, SERVER_SIZES),
+        "client": (client_with, CLIENT_SIZES),
     }
     return [
         row._replace(work=f"{name}: {row.work}")
@@ -360,7 +503,7 @@ async def measure(part: str) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=["master", "server"], default="")
+    parser.add_argument("--part", choices=["master", "server", "client"], default="")
     gc.disable()  # a collection is in no request's time
     rows = asyncio.run(measure(parser.parse_args().part))
     table = Table("grows", "n", "work", "n, ms", "10 n, ms", "ratio", "")
