@@ -100,7 +100,10 @@ class Pool:
     def __init__(self, config: ClientConfig, cluster: Cluster) -> None:
         self._pid = os.getpid()
         self._timeout_s = config.timeout_s
-        self._loop = asyncio.new_event_loop()
+        try:
+            self._loop = asyncio.new_event_loop()
+        except OSError as error:
+            raise Unavailable(f"cannot open a pool: {error}; see `ulimit -n`") from None
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpool", daemon=True)
         self._closed = self._has_device = False
         self._lock = threading.RLock()
