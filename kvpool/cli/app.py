@@ -129,6 +129,8 @@ def main() -> None:
             app()
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:  # before a command has begun, which would say so itself
+        sys.exit(128 + signal.SIGINT)
     except OSError as error:
         if error.errno not in {errno.EPIPE, *_CANNOT_WRITE}:
             raise

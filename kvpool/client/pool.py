@@ -257,11 +257,11 @@ class Pool:
         """Fill each buffer with its block: one result per digest, a hit or the reason of the miss.
 
         A buffer is writable memory of at least the block's size, or a list of pieces that are
-        filled one after the other. It may be on a CUDA device: the copies begin when the work that
-        is now on the calling thread's current stream is done, and a hit is returned when the
-        device has the bytes. With the `match` in which these digests, or a longer chain that
-        begins with them, were found, no master is asked. After the call returns or raises, no byte
-        is written to the buffers; those of misses may have been written to before.
+        filled one after the other; none may overlap another. It may be on a CUDA device: the copies
+        begin when the work that is now on the calling thread's current stream is done, and a hit is
+        returned when the device has the bytes. With the `match` in which these digests, or a longer
+        chain that begins with them, were found, no master is asked. After the call returns or
+        raises, no byte is written to the buffers; those of misses may have been written to before.
 
         Raises BadKey for digests that are not 16 to 32 bytes, differ in length or occur twice, and
         for a `part` that the namespace does not have; BadBuffer for a buffer that is read-only, not

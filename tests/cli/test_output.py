@@ -9,6 +9,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,6 +62,14 @@ def test_a_file_that_cannot_be_written_is_not_taken_for_the_output(
 
     monkeypatch.setattr(app, "app", full)
     with pytest.raises(SystemExit, match=f"^error: {said}"):
+        app.main()
+
+
+def test_a_command_that_is_interrupted_before_it_begins_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "app", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit, match=r"^130$"):
         app.main()
 
 
