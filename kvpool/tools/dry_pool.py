@@ -592,5 +592,6 @@ def _records(store: TieredStore) -> list[Record]:
 
 @lru_cache(maxsize=1 << 18)
 def digest_of(id: int) -> bytes:
-    """Spread as real ones are: a policy may sample by them."""
-    return hashlib.blake2b(id.to_bytes(8, "little"), digest_size=16).digest()
+    """Spread as real ones are: a policy may sample by them. Of any number: a trace has hashes."""
+    number = id.to_bytes(max(8, id.bit_length() // 8 + 1), "little", signed=True)
+    return hashlib.blake2b(number, digest_size=16).digest()

@@ -14,6 +14,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.tools import replay, traces, workloads
+from kvpool.tools.dry_pool import digest_of
 from kvpool.tools.traces import Request, Trace
 
 
@@ -268,3 +269,10 @@ def test_a_replay_takes_the_block_of_its_trace(tmp_path: Path) -> None:
     assert len(requests[0].chain) == 3
     with pytest.raises(ConfigError, match="blocks of 512"):
         replay.requests_of(path, "codex", 1, 1, 1, 512)
+
+
+def test_ids_may_be_any_whole_numbers() -> None:
+    """Some are hashes: below zero, or of more than 64 bits."""
+    ids = [-(2**63), -1, 0, 1, 2**63, 2**64 - 1, 2**64, 2**200]
+    chains = [request.chain for request in parse(*(row(1, [id], 512) for id in ids)).requests]
+    assert len({digest_of(id) for chain in chains for id in chain}) == len(ids)
