@@ -65,9 +65,7 @@ def test_a_file_that_cannot_be_written_is_not_taken_for_the_output(
         app.main()
 
 
-def test_a_command_that_is_interrupted_before_it_begins_says_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_interrupt_before_a_command_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "app", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(SystemExit, match=r"^130$"):
         app.main()

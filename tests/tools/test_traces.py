@@ -272,7 +272,6 @@ def test_a_replay_takes_the_block_of_its_trace(tmp_path: Path) -> None:
 
 
 def test_ids_may_be_any_whole_numbers() -> None:
-    """Some are hashes: below zero, or of more than 64 bits."""
-    ids = [-(2**63), -1, 0, 1, 2**63, 2**64 - 1, 2**64, 2**200]
+    ids = [-(2**63), -1, 0, 1, 2**63, 2**64 - 1, 2**64, 2**200]  # some are hashes
     chains = [request.chain for request in parse(*(row(1, [id], 512) for id in ids)).requests]
     assert len({digest_of(id) for chain in chains for id in chain}) == len(ids)
