@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
@@ -30,7 +31,14 @@ from kvpool.cli.shared import (
     settings_of,
     stderr,
 )
-from kvpool.config import Config, MasterConfig, ServerConfig, check_bind, cluster_of
+from kvpool.config import (
+    Config,
+    MasterConfig,
+    ServerConfig,
+    check_bind,
+    cluster_of,
+    parse_tier,
+)
 from kvpool.errors import ConfigError, Unavailable
 from kvpool.ops import process
 from kvpool.units import human
@@ -293,7 +301,24 @@ async def _serve(settings: Config) -> None:
     except ModuleNotFoundError:
         raise ConfigError("this program proves no id of a server (setting server.id)") from None
     with IdentityFile(settings.server, settings.cluster) as identity:
+        if identity.has_run:
+            _say_which_files_are_gone(settings.server)
         await _serve_as(settings, identity.secret, kept=identity.kept)
+
+
+def _say_which_files_are_gone(config: ServerConfig) -> None:
+    """A tier makes its file where there is none; a disk that is not mounted looks like that."""
+    from kvpool import logs
+
+    for spec in map(parse_tier, config.tiers):
+        is_path = "/" in spec.place and "//" not in spec.place
+        if is_path and not os.path.lexists(spec.place):
+            logs.get("kvpool.server").warning(
+                "the file of a tier is not there: a new one is made, without blocks",
+                why="this server has run before: is its disk mounted, was the file removed?",
+                tier=spec.name,
+                file=spec.place,
+            )
 
 
 def _tenants_of(settings: Config) -> TenantsFile | None:

@@ -28,7 +28,8 @@ from kvpool.units import human
 
 #: Bytes of a configuration, which has some 40 settings.
 _FILE_SIZE_MAX: Final = 1 << 16
-
+#: With `tcp://` and a port an address of it fits into a message.
+_HOST_MAX: Final = 244
 
 #: Variables of the environment that are read elsewhere: the file's name, and whether there are
 #: spans (`kvpool.tracing`).
@@ -141,7 +142,13 @@ def _check(config: Config) -> None:
         )
     listens = {parse_transport(text).scheme for text in config.server.listen}
     for chosen in config.server.announce:
-        if (scheme := announced_parts(chosen)[0]) and scheme not in listens:
+        scheme, host, _ = announced_parts(chosen)
+        if len(host) > _HOST_MAX:
+            raise ConfigError(
+                f"setting 'server.announce': {host[:40]!r}... has {len(host)} characters: expected "
+                f"a host of {_HOST_MAX} at most"
+            )
+        if scheme and scheme not in listens:
             raise ConfigError(
                 f"setting 'server.announce': {chosen!r}: 'server.listen' has no {scheme}"
             )

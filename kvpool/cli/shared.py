@@ -6,6 +6,7 @@ import difflib
 import errno
 import logging
 import os
+import resource
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
@@ -68,6 +69,8 @@ NO_SERVER = (
 _LISTS = {"client.masters", "server.masters", "server.listen", "server.announce"}
 #: So many names of servers a message lists.
 _NAMES_MAX = 8
+#: With fewer files not even all modules can be read.
+_FILES_MIN = 64
 
 ConfigFile = Annotated[
     Path | None,
@@ -234,6 +237,11 @@ def run(main: Coroutine[Any, Any, T], log_level: str = "warning") -> T:
     if log_level not in ("debug", "info", "warning", "error"):
         main.close()
         fail(ConfigError(f"log level {log_level!r}: expected debug, info, warning or error"))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < _FILES_MIN:
+        main.close()
+        more = f"it needs {_FILES_MIN} at least: raise the limit, e.g. `ulimit -n 1024`"
+        fail(ConfigError(f"this process may open {files} files, and {more}"))
     log_lines.configure(log_level)
     client = logging.getLogger("kvpool.client")
     if log_level == "warning":  # a command that asks once: its error says what its client would log

@@ -39,6 +39,7 @@ class IdentityFile:
         self._id = config.id
         self.kept = bool(config.identity_file)
         self.secret = b""
+        self.has_run = False  # the secret is that of an earlier process
         self._fd = -1
         if self.kept:
             self._path = Path(config.identity_file)
@@ -129,6 +130,7 @@ class IdentityFile:
         with contextlib.suppress(ValueError):
             secret = bytes.fromhex(text)
             if len(secret) == _SECRET_SIZE:
+                self.has_run = True
                 return secret
         raise ConfigError(
             f"identity file {str(path)!r} is damaged: expected {2 * _SECRET_SIZE} hex digits; "

@@ -16,8 +16,10 @@ import pytest
 from kvpool import private_files, runtime
 from kvpool.cli import other_users
 from kvpool.cli import run as commands
+from kvpool.config import ServerConfig
 from kvpool.errors import Unavailable
 from kvpool.ops import process
+from tests.support.commands import kvpool
 
 INFINITY = resource.RLIM_INFINITY
 UID = os.geteuid()
@@ -44,6 +46,19 @@ def test_as_many_files_as_a_process_may_open(
     monkeypatch.setattr(resource, "setrlimit", lambda which, new: found.append(new))
     commands._raise_file_limit()
     assert found == ([raised] if raised else [])
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (16, 16))
+    assert "error: this process may open 16 files, and it needs 64" in kvpool("status").all
+
+
+def test_a_file_of_a_tier_that_is_gone_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "here").touch()
+    files = [f"nvme:{tmp_path}/{one}:8MiB" for one in ("here", "gone")]
+    commands._say_which_files_are_gone(
+        ServerConfig(tiers=["hbm:cuda:0:1GiB", *files, "s3://b:1TiB"])
+    )
+    assert [vars(one)["file"] for one in caplog.records] == [f"{tmp_path}/gone"]
 
 
 @pytest.mark.parametrize(

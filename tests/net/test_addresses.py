@@ -105,7 +105,9 @@ async def test_what_a_user_says_is_announced(way_out: dict[str, str]) -> None:
     assert await announced("tls://10.0.0.1:3", ["tcp://10.9.9.9"], []) == "tls://10.0.0.1:3"
 
 
-@pytest.mark.parametrize("told", ["0.0.0.0", "[::]", "tcp://0.0.0.0:1", "a b:c", "10.0.0.7:1", ""])
+@pytest.mark.parametrize(
+    "told", ["0.0.0.0", "[::]", "tcp://0.0.0.0:1", "a b:c", "7.7.7.7:1", "", 130 * "h."]
+)
 def test_what_cannot_be_announced_is_refused(told: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.announce.*expected a host"):
         load(None, {}, {"server.announce": [told]})

@@ -55,7 +55,7 @@ def test_a_secret_outlives_a_crash(tmp_path: Path, kept: bool) -> None:
     secret = crashed(config)
     assert len(secret) == 32
     with IdentityFile(config, "c") as again:
-        assert (again.secret, again.kept) == (secret, kept)
+        assert (again.secret, again.kept, again.has_run) == (secret, kept, True)
 
 
 def test_a_secret_in_the_state_directory_ends_with_its_server(state_directory: Path) -> None:
