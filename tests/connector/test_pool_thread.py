@@ -35,8 +35,10 @@ from kvpool_connector.worker.worker import ConnectorWorker, Rank
 from kvpool_engines import pool_thread
 from kvpool_engines.engine_pool import EnginePool
 from kvpool_engines.pool_thread import PoolThread
+from kvpool_transports.ucx import UcxTransport
 from tests.conftest import keys
 from tests.support import raising
+from tests.support.certificates import certificate
 
 CHAIN = tuple(keys("chain", 2))
 SETTINGS = settings.parse({"masters": ["127.0.0.1:9"]})
@@ -76,10 +78,20 @@ def test_an_engine_that_may_start_no_thread_runs_without_a_pool(
     assert "the engine runs without it: can't start new thread; see `ulimit -u`" in line
 
 
-async def test_workers_take_the_best_path_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the master and of the server, which has shm now; its tcp is where it was."""
+@pytest.mark.parametrize("best", ["shm", "tcp", "tls", "ucx"])
+async def test_workers_take_the_best_path_after_a_restart(
+    best: str, monkeypatch: pytest.MonkeyPatch, lines: list[str]
+) -> None:
+    """The server has another address for it, or has it only now; its other one is what it was."""
+    if best == "ucx":
+        pytest.importorskip("ucxx")
+    monkeypatch.setattr(UcxTransport, "has_fabric", True)
     monkeypatch.setattr(servers, "_RENEW_S", 0.0)
-    name, lines = Namespace("links"), list[str]()
+    name, other, mine = Namespace("links"), "tls" if best == "tcp" else "tcp", certificate("both")
+    more = {"tls": f"?cert={mine.cert}&key={mine.key}&ca={mine.cert}"}
+    at = {one: f"{one}://127.0.0.1:0{more.get(one, '')}" for one in (other, best)} | {
+        "shm": "shm://"
+    }
 
     async def read() -> str:
         """The path that was opened last; empty after a miss."""
@@ -92,16 +104,18 @@ async def test_workers_take_the_best_path_after_a_restart(monkeypatch: pytest.Mo
     async def path() -> str:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(read(), worker._loop))
 
-    async with dev.serve("64MiB", listen=("tcp://127.0.0.1:0",)) as first:
-        config = ClientConfig([first.address], transports=["shm", "tcp"])
+    before = (at[other],) if best == "shm" else (at[other], at[best])
+    async with dev.serve("64MiB", listen=before) as first:
+        chosen = [one + more.get(one, "") for one in (best, other)]
+        config = ClientConfig([first.address], transports=chosen)
         start = lambda: lines.append(threading.current_thread().name)  # noqa: E731
         worker = PoolThread(config, Cluster(), lines.append, None, start)
         assert await asyncio.to_thread(worker.wait, 10.0)
         assert lines[0] == "kvpool", "before it connects: UCX takes the context of its thread"
-        assert await path() == "tcp"
-        listen = *first.servers[0].addresses, "shm://"
+        assert await path() == (other if best == "shm" else best)
+        listen = first.servers[0].addresses[0] + more.get(other, ""), at[best]
     async with dev.serve("64MiB", bind=first.address, listen=listen), asyncio.timeout(10):
-        while await path() != "shm":
+        while await path() != best:
             pass
         await asyncio.to_thread(worker.close, 5.0)
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 import pytest
 
 from kvpool.device_copy import STEP
-from kvpool.errors import BadBuffer, Closed, ConfigError, Unavailable
+from kvpool.errors import BadBuffer, ConfigError, Unavailable
 from kvpool.testing import TIER_CHECKS, NotDeclared
 from kvpool_tiers import hbm
 from kvpool_tiers.hbm import Hbm
@@ -78,13 +78,6 @@ async def test_memory_that_was_made_in_inference_mode_is_written() -> None:
 # --- many calls, cancelled calls, and the end ----------------------------------------------
 
 
-async def test_more_calls_than_lanes(tier: Hbm) -> None:
-    size = STEP // 4
-    places = {offset: content(offset, size) for offset in range(0, tier.capacity, size)}
-    await asyncio.gather(*(tier.write_from(o, memoryview(data)) for o, data in places.items()))
-    assert await asyncio.gather(*(read(tier, o, size) for o in places)) == list(places.values())
-
-
 @pytest.fixture
 async def gated() -> tuple[Hbm, Gate]:
     """One lane, whose device has stopped."""
@@ -126,19 +119,6 @@ async def test_a_call_that_is_cancelled_before_its_turn_waits_for_nobody(
     await first
     assert await read(tier, 0, 10) == bytes(10)
     tier.close()
-
-
-async def test_closing_ends_what_runs(gated: tuple[Hbm, Gate]) -> None:
-    tier, gate = gated
-    gate.open = lambda: all(call.stopped for call in tuple(tier._copier._calls))
-    calls = [tier.write_from(0, memoryview(bytes(10))) for _ in range(3)]
-    running = [asyncio.ensure_future(call) for call in calls]
-    await eventually(lambda: gate.waiting)
-    tier.close()
-    results = await asyncio.gather(*running, return_exceptions=True)
-    assert [type(result) for result in results] == [Closed] * 3
-    with pytest.raises(Closed):
-        tier.device_view(0, 1)
 
 
 async def test_an_error_of_the_device_is_unavailable(
