@@ -168,7 +168,7 @@ async def every_call_ends_by_its_deadline(stage: Stage) -> None:
 
 
 class _Heard:
-    """An `IdleTimeout` that writes down what it is heard."""
+    """An `IdleTimeout` that writes down what it is told."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
