@@ -257,7 +257,8 @@ class TierMover(Mover):
         for copy in self.promotions.of(lambda one: at(one.source, one.entry.offset) == place):
             front.quarantine(MOVER, copy.id, -copy.id)
             if copy.prefetch:  # it comes no more
-                front.extents.prefetched.coming -= front.allocator.rounded(copy.entry.size)
+                extent = front.allocator.rounded(copy.entry.size)
+                front.extents.prefetched.ended(copy.entry, extent)
             self.promotions.end(copy)
 
     # --- demotion -------------------------------------------------------------------------------

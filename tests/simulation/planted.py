@@ -585,8 +585,8 @@ BUGS: Sequence[Bug] = read(
 +        block = ColdBlock(*key, parent, len(draft.payload), entry.size,
 # --- blocks that come up before they are read
 @@ prefetches-fill-the-memory  G9  kvpool.server.state.prefetches  seed 15
--        return memory // SHARE - self.held - self.coming
-+        return memory - self.held - self.coming
+-        self._shares.total = memory // SHARE
++        self._shares.total = memory
 @@ prefetched-in-place-of-what-is-in-use  G9  kvpool.server.state.front_store  seed 19
 -            return self._last_use(victim) >= last_used and not useless
 +            return self._last_use(victim) > JUST_NOW and not useless

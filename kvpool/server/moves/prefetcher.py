@@ -24,6 +24,7 @@ from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
 from kvpool.server.state.prefetches import HOLD_S, PrefetchedBlocks
 from kvpool.server.state.tiered_store import TieredStore
 from kvpool.server.tier_mover import TierMover
+from kvpool.tenant_names import tenant_of
 from kvpool.types import BATCH_BLOCKS_MAX, MoveStatus, ServerStats
 from kvpool.wire import messages as wire
 from kvpool.wire.moves import Prefetch, unpack_part
@@ -133,7 +134,8 @@ class Prefetcher(ServerExtension):
             if store.index.below(namespace, part, digests[0]) is not None:
                 break
             digests.popleft()  # it is in memory, or gone
-        left = store.front.extents.prefetched.room(store.front.allocator.capacity)
+        memory, tenant = store.front.allocator.capacity, tenant_of(namespace.name)
+        left = store.front.extents.prefetched.room(memory, tenant)
         if not digests or left <= 0:
             return 0
         await mover.promotions.wait_for_readers()

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from kvpool.shares import Shares
+from kvpool.tenant_names import tenant_of
+
 if TYPE_CHECKING:
     from kvpool.server.state.entry import Entry
 
@@ -40,8 +43,9 @@ class PrefetchedBlocks:
     def __init__(self) -> None:
         self._until: OrderedDict[Entry, float] = OrderedDict()  # oldest first
         self._extents: dict[Entry, int] = {}
-        self.held = 0  # bytes of whole extents
-        self.coming = 0  # the same, of blocks that are still on their way
+        #: Bytes of whole extents, by tenant, with those of blocks that are still on their way.
+        self._shares = Shares(0)
+        self.coming = 0  # the latter, of all tenants
         self.bytes = 0
         self.blocks_came = 0
         self.came = 0
@@ -57,20 +61,36 @@ class PrefetchedBlocks:
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._until)
 
-    def room(self, memory: int) -> int:
-        """Bytes of whole extents that more blocks may take, of a memory of so many; negative if the
-        last block took more than was left.
+    @property
+    def held(self) -> int:
+        """Bytes of whole extents, of those that are here."""
+        return self._shares.used - self.coming
+
+    def room(self, memory: int, tenant: str) -> int:
+        """Bytes of whole extents that more blocks of a tenant may take, of a memory of so many: its
+        share, or none if the last block took more than was left.
 
         Blocks on their way count: the step that began them may have ended without them, because
         the disk is slow, and they still come.
         """
-        return memory // SHARE - self.held - self.coming
+        self._shares.total = memory // SHARE
+        return self._shares.room(tenant)
+
+    def begins(self, entry: Entry, extent: int) -> None:
+        """A block is on its way, into an extent of so many bytes."""
+        self.coming += extent
+        self._shares.hold(_tenant_of(entry), extent)
+
+    def ended(self, entry: Entry, extent: int) -> None:
+        """It comes no more, or is here."""
+        self.coming -= extent
+        self._shares.give_back(_tenant_of(entry), extent)
 
     def add(self, entry: Entry, extent: int, now: float) -> None:
         """A block has come up, into an extent of so many bytes."""
         self._until[entry] = now + HOLD_S
         self._extents[entry] = extent
-        self.held += extent
+        self._shares.hold(_tenant_of(entry), extent)
         self.bytes += entry.size
         self.blocks_came += 1
         self.came += entry.size
@@ -106,5 +126,9 @@ class PrefetchedBlocks:
         if self._until.pop(entry, None) is None:
             return False
         self.bytes -= entry.size
-        self.held -= self._extents.pop(entry)
+        self._shares.give_back(_tenant_of(entry), self._extents.pop(entry))
         return True
+
+
+def _tenant_of(entry: Entry) -> str:
+    return tenant_of(entry.index.namespace.name)

@@ -233,7 +233,7 @@ class TierTransfers:
             if target > self._front_tier:
                 self._queue.moving_bytes += self._front.allocator.rounded(entry.size)
             if prefetch:
-                self._front.extents.prefetched.coming += self._front.allocator.rounded(entry.size)
+                self._front.extents.prefetched.begins(entry, store.allocator.rounded(entry.size))
             store.extents.blocks_at[answer.extent.offset].born = entry.born
             copy = TierTransfer(source, target, entry, pin, answer.id, answer.extent, prefetch)
             copies.append(copy)
@@ -250,7 +250,7 @@ class TierTransfers:
                 queue.refused(0)
         lost = target.writer_exited(-copy.id)  # with its device: it is counted no more
         if copy.prefetch and not lost:
-            extents.prefetched.coming -= extents.allocator.rounded(entry.size)
+            extents.prefetched.ended(entry, extents.allocator.rounded(entry.size))
         if self._index.offline.intersection((copy.source, copy.target)):
             good = False  # `take_offline` has already removed these blocks from the pool
         down = copy.target == self._blocks.backing_tier != self._front_tier

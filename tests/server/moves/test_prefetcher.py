@@ -20,6 +20,7 @@ from kvpool.server.moves.state.fetches import FetchBudget
 from kvpool.server.moves.state.prefetch_queue import Chain, PrefetchQueue
 from kvpool.server.promotions import Promotions
 from kvpool.server.state import prefetches, tier_transfers, writeback_queue
+from kvpool.server.state.entry import Entry, Index
 from kvpool.server.state.front_store import FrontStore
 from kvpool.server.state.prefetches import PrefetchedBlocks
 from kvpool.server.state.tier_transfers import TierTransfer
@@ -69,6 +70,8 @@ def test_chains_of_one_tenant_leave_room_for_those_of_others() -> None:
     for now in (0.0, 10.0, 20.0):
         assert [ask("acme", now + 10) for _ in range(9)] == [True] * 4 + [False] * 5
         assert ask("globex", now + 10)
+        turns = [queue.next(now + 9) for _ in range(4)]
+        assert [one.namespace.name for one in turns if one] == ["@acme/m", "@globex/m"] * 2
         assert queue.next(now + 10) is None, "their time is over: there is room again"
 
 
@@ -223,16 +226,30 @@ def test_blocks_on_their_way_take_room_until_they_are_read_or_have_failed() -> N
     copies = tiers.stack.transfers.start_promotions(
         ONE, 0, old[:3], 1 << 30, tiers.now, prefetch=True
     )
-    assert tiers.blocks.room(memory) == PAGE
+    assert tiers.blocks.room(memory, "") == PAGE
     tiers.finish(copies[0])
-    assert tiers.blocks.room(memory) == PAGE, "what has come takes the room that it took before"
+    assert tiers.blocks.room(memory, "") == PAGE, "what has come takes the room that it took before"
     tiers.finish(copies[1], good=False)
-    assert tiers.blocks.room(memory) == 2 * PAGE
+    assert tiers.blocks.room(memory, "") == 2 * PAGE
     tiers.stack.remove(ONE, old[2:3])
     tiers.finish(copies[2])
-    assert tiers.blocks.room(memory) == 3 * PAGE
+    assert tiers.blocks.room(memory, "") == 3 * PAGE
     tiers.read(1, ONE, 0, old[:1])
-    assert tiers.blocks.room(memory) == 4 * PAGE
+    assert tiers.blocks.room(memory, "") == 4 * PAGE
+
+
+def test_what_comes_up_of_one_tenant_leaves_room_for_others() -> None:
+    blocks, memory = PrefetchedBlocks(), prefetches.SHARE * 8 * PAGE
+    of = [Index(Namespace(f"@{tenant}/m"), 0, 0) for tenant in ("acme", "globex")]
+    mine, its = (Entry(index, b"", ROOT, 0, PAGE, 1) for index in of)
+    blocks.begins(mine, 3 * PAGE)
+    assert (blocks.room(memory, "acme"), blocks.room(memory, "globex")) == (PAGE, 5 * PAGE // 2)
+    blocks.ended(mine, 3 * PAGE)
+    blocks.add(mine, 7 * PAGE, 1.0)
+    blocks.add(its, PAGE, 1.0)
+    assert (blocks.room(memory, "acme"), blocks.room(memory, "other")) == (0, 0)
+    blocks.read(mine)
+    assert (blocks.room(memory, "acme"), blocks.room(memory, "")) == (7 * PAGE // 2, 7 * PAGE)
 
 
 def test_the_check_finds_a_wrong_account() -> None:

@@ -22,29 +22,36 @@ class Chain(NamedTuple):
 
 
 class PrefetchQueue:
-    """Chains that are to come up, at most `limit`, of each tenant its share. They take turns, so
-    that a long one does not keep the others waiting; each leaves at its time at the latest."""
+    """Chains that are to come up, at most `limit`, of each tenant its share. Tenants take turns,
+    and the chains of each, so that a long one, or many of one tenant, do not keep the others
+    waiting; each leaves at its time at the latest."""
 
     def __init__(self, limit: int) -> None:
         self._shares = Shares(limit)
-        self._chains: deque[tuple[Chain, float]] = deque()
+        #: By tenant, in the order of their turns.
+        self._lines: dict[str, deque[tuple[Chain, float]]] = {}
 
     def __len__(self) -> int:
-        return len(self._chains)
+        return self._shares.used
 
     def add(self, chain: Chain, until: float) -> bool:
         """False, and nothing is added, when its tenant has as many as it may have."""
-        if not self._shares.take(tenant_of(chain.namespace.name)):
+        if not self._shares.take(tenant := tenant_of(chain.namespace.name)):
             return False
-        self._chains.append((chain, until))
+        self._lines.setdefault(tenant, deque()).append((chain, until))
         return True
 
     def next(self, now: float) -> Chain | None:
         """The chain whose turn it is, if it still has blocks and time; the others move up."""
-        for _ in range(len(self._chains)):
-            chain, until = self._chains.popleft()
-            if chain and now < until:
-                self._chains.append((chain, until))
+        while self._lines:
+            line = self._lines.pop(tenant := next(iter(self._lines)))
+            chain, until = line.popleft()
+            waits = bool(chain) and now < until
+            if waits:
+                line.append((chain, until))
+            else:
+                self._shares.give_back(tenant)
+            self._lines |= {tenant: line} if line else {}  # the others first
+            if waits:
                 return chain
-            self._shares.give_back(tenant_of(chain.namespace.name))
         return None
