@@ -318,6 +318,7 @@ async def write(one: World) -> None:
 
 async def read(one: World) -> None:
     chain = await one.write()
+    one.server.stack.front.index.copied = True
     async with one.running.pool() as pool:
         results = await pool.read(NAMESPACE, chain, [bytearray(SIZE) for _ in chain])
         assert all(result.status.hit for result in results)

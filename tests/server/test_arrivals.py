@@ -330,8 +330,8 @@ def test_an_arrival_that_is_heard_late_or_of_what_has_left_keeps_nothing(books: 
     books.write("", shared)
     books.write("", found, parent=shared[-1])
     late = ChainEnd(ONE.name, 1, found[-1])
-    books.store.hint(late, ARRIVED, books.now + 5.0, age_s=6.0)  # it was read since
-    books.store.hint(late, ARRIVED, books.now + 200.0, age_s=120.0)
+    for later, age_s in ((5.0, 6.0), (200.0, 120.0), (3601.0, 0.0)):  # read since, lapsed, too old
+        books.store.hint(late, ARRIVED, books.now + later, age_s=age_s)
     wait_for(books, keys("unknown", 3))
     wait_for(books, shared)  # which others keep
     books.write("ended", chat := keys("ended", 6))

@@ -86,6 +86,8 @@ class Announcements:
         session.ended = 0
         self.ended.pop(session, None)
         lapses = min(came + WAIT_S, session.waits_since + WAIT_S_MAX)
+        if not session.name:  # nobody knows that it has lapsed before, and is looked up once more
+            lapses = min(lapses, used + RESUME_S_MAX)
         if not session.bytes:
             return None
         if lapses <= now or len(session.leaves) >= LEAVES_MAX:

@@ -64,8 +64,7 @@ def test_chains_of_one_tenant_leave_room_for_those_of_others() -> None:
     queue = PrefetchQueue(8)
 
     def ask(tenant: str, until: float) -> bool:
-        chain = Chain(Namespace(f"@{tenant}/m"), 0, deque(keys(tenant, 2)))
-        return queue.add(chain, until)
+        return queue.add(Chain(Namespace(f"@{tenant}/m"), 0, deque(keys(tenant, 2))), until)
 
     for now in (0.0, 10.0, 20.0):
         assert [ask("acme", now + 10) for _ in range(9)] == [True] * 4 + [False] * 5
@@ -240,16 +239,11 @@ def test_blocks_on_their_way_take_room_until_they_are_read_or_have_failed() -> N
 
 def test_what_comes_up_of_one_tenant_leaves_room_for_others() -> None:
     blocks, memory = PrefetchedBlocks(), prefetches.SHARE * 8 * PAGE
-    of = [Index(Namespace(f"@{tenant}/m"), 0, 0) for tenant in ("acme", "globex")]
-    mine, its = (Entry(index, b"", ROOT, 0, PAGE, 1) for index in of)
-    blocks.begins(mine, 3 * PAGE)
-    assert (blocks.room(memory, "acme"), blocks.room(memory, "globex")) == (PAGE, 5 * PAGE // 2)
-    blocks.ended(mine, 3 * PAGE)
+    mine = Entry(Index(Namespace("@acme/m"), 0, 0), b"", ROOT, 0, PAGE, 1)
     blocks.add(mine, 7 * PAGE, 1.0)
-    blocks.add(its, PAGE, 1.0)
-    assert (blocks.room(memory, "acme"), blocks.room(memory, "other")) == (0, 0)
+    assert (blocks.room(memory, "acme"), blocks.room(memory, "")) == (0, PAGE)
     blocks.read(mine)
-    assert (blocks.room(memory, "acme"), blocks.room(memory, "")) == (7 * PAGE // 2, 7 * PAGE)
+    assert blocks.room(memory, "acme") == 4 * PAGE
 
 
 def test_the_check_finds_a_wrong_account() -> None:
