@@ -93,8 +93,8 @@ def _first_failure(tree: Path, names: Sequence[str], tests: CoverageMap) -> str:
     code, output = run(tree, [*command, f"@{listed}"], seconds)
     if code is None:
         return "does not end"
-    if code in _FAILED or code < 0:
-        failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if failed or code in _FAILED or code < 0:  # 4 with an ERROR: a file cannot be imported
         name = failed[0].split(" - ")[0] if failed else f"exit code {code}"
         return name.removeprefix("FAILED ").removeprefix("ERROR ")
     if code != 0:
