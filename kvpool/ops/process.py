@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 _PR_SET_PDEATHSIG = 1
 _ASKED = (signal.SIGINT, signal.SIGTERM)
+_OTHERS = ("SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGPWR")
 #: Of a child's environment: the process that it is to die with.
 PARENT = "_KVPOOL_PARENT"
 
@@ -79,10 +80,11 @@ async def until_stopped(endless: Coroutine[Any, Any, None]) -> None:
 def stop_signals() -> list[signal.Signals]:
     """What asks a process to end in order: it hands over and writes back what it would lose.
 
-    SIGHUP, because a terminal that is closed sends it, SIGUSR1 and SIGUSR2, as who rotates logs
-    does; but not where one has another meaning (files are read again) or is ignored (`nohup`).
+    Also what others send and would end it as a crash does: a closed terminal, Ctrl-\\, who rotates
+    logs, a limit of CPU time, a supply of power that fails; but not where one has another meaning
+    (files are read again) or is ignored (`nohup`).
     """
-    more = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    more = map(signal.Signals.__getitem__, _OTHERS)
     return [*_ASKED, *(one for one in more if signal.getsignal(one) is signal.SIG_DFL)]
 
 

@@ -136,9 +136,9 @@ def test_old_objects_are_not_visited_again() -> None:
     assert done.strip() == "True True (1000, 3, 1000000)"
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
-async def test_what_else_would_end_a_process_ends_it_in_order(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
+@pytest.mark.parametrize("name", ["HUP", "QUIT", "USR1", "USR2", "XCPU", "PWR"])
+async def test_what_else_would_end_a_process_ends_it_in_order(name: str) -> None:
+    before = signal.getsignal(number := signal.Signals[f"SIG{name}"])
     try:
         for other in (signal.SIG_IGN, lambda *_: None):  # under nohup; files are read again
             signal.signal(number, other)
