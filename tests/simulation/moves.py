@@ -235,10 +235,8 @@ class Moves:
             self._written_at[digest] = now if answered else now + _ON_ITS_WAY_S
 
     def removed(self, namespace: Namespace, chain: Sequence[bytes], began: float) -> None:
-        """A removal that began at `began` has returned: no server may have these blocks.
-
-        Unless somebody wrote them meanwhile, or a fault kept a server from receiving it.
-        """
+        """A removal that began at `began` has returned: no server may have these blocks, unless
+        somebody wrote them meanwhile, or a fault kept a server from receiving it."""
         if not self._world.settled_since(began):
             return
         for digest in chain:
@@ -252,8 +250,10 @@ class Moves:
                     )
 
     def sealed(self, namespace: Namespace, digest: bytes) -> None:
-        """A fetched block becomes visible."""
-        if (namespace, digest) in self._gone:
+        """A fetched block becomes visible. A disk may have it again, where a power cut has undone
+        what was erased: `tiers` judges that."""
+        parts = [self._world.truth.history(namespace, digest, n) for n in range(namespace.parts)]
+        if (namespace, digest) in self._gone and not any(part.holders for part in parts):
             self._world.loop.fail(f"G5: {digest.hex()[:12]} was removed, and a fetch brought it")
 
     def _check_masters(
