@@ -52,8 +52,8 @@ class PersistentTier(Protocol):
     async def erase(self, offsets: Sequence[int]) -> None:
         """Delete the records of the extents that start at these offsets.
 
-        An offset where no extent starts is ignored. Raises Unavailable when the medium fails: then
-        `recover` may still find any of them.
+        An aligned offset where no extent starts is ignored. Raises Unavailable when the medium
+        fails: then `recover` may still find any of them.
         """
 
     async def recover(self) -> Sequence[Record]:
