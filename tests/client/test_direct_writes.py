@@ -93,8 +93,7 @@ async def test_what_is_on_its_way_to_the_blocks_is_waited_for(
 
 
 def late_card(patch: Patch, seconds: float = 0.15) -> None:
-    """A card that has much to do: it begins to read a device's memory some time after it was
-    asked."""
+    """A card that has much to do: it begins to read a device's memory after a while."""
     send = Transfer.send
 
     class LateRequest:

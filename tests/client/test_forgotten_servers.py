@@ -1,5 +1,4 @@
-"""What a client forgets of servers that are gone, and what is connected while a client or server
-closes."""
+"""What a client forgets of servers that are gone, and what is connected while either closes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Spans of OpenTelemetry's own SDK: what they say, what they do not, and none where none is asked
-for."""
+"""Spans of OpenTelemetry's own SDK: what they say, what they do not, and none where nobody asks."""
 
 from __future__ import annotations
 

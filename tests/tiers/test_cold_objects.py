@@ -176,17 +176,17 @@ def test_which_object_goes() -> None:
     book, tail = Book(100), Tail(False, SALT, 0, 0, b"")
     one, two = (book.enter(f"blocks/a/{n}", 40, float(n), tail) for n in range(2))
     one.blocks = two.blocks = 1
-    assert book.next_to_go(20, -1.0) is None
     book.read(one)
-    assert book.next_to_go(21, -1.0) is two
-    assert book.next_to_go(0, 1.0) is one
+    for book.coming, goes in ((20, None), (21, two), (0, None)):
+        assert book.next_to_go(-1.0) is goes
+    assert book.next_to_go(1.0) is one
     book.left(two.start, ReadStatus.TIER_LOST)
-    assert book.next_to_go(0, -1.0) is None, "it is found again"
+    assert book.next_to_go(-1.0) is None, "it is found again"
     book.leave(two)
     book.left(one.start, ReadStatus.REMOVED)
     assert one.removed == {0}
     assert book.unsaved
-    assert book.next_to_go(0, -1.0) is one
+    assert book.next_to_go(-1.0) is one
 
 
 class Looked(OrderedDict[str, ColdObject]):
@@ -208,18 +208,19 @@ def test_which_object_goes_is_known_without_a_look_at_all_of_them() -> None:
     for one in objects:
         one.blocks = 1
     book.by_name = looked = Looked(book.by_name)
-    assert book.next_to_go(0, 0.0) is None
+    assert book.next_to_go(0.0) is None
     gone = objects[-1]
     gone.gone = True
     book.look_at(gone)
     book.left(objects[-2].start, ReadStatus.EVICTED)
-    assert book.next_to_go(0, 0.0) is book.next_to_go(0, 0.0), "until it has left"
+    assert book.next_to_go(0.0) is book.next_to_go(0.0), "until it has left"
     went: list[ColdObject] = []
-    while (one := book.next_to_go(0, 100.0)) is not None:
+    while (one := book.next_to_go(100.0)) is not None:
         went.append(one)
         book.leave(one)
     assert set(went) == {*objects[:100], gone, objects[-2]}
-    while (one := book.next_to_go(1000 * 9, 0.0)) is not None:
+    book.coming = 1000 * 9
+    while (one := book.next_to_go(0.0)) is not None:
         went.append(one)
         book.leave(one)
     assert went[102:] == objects[100:998], "that which was read longest ago first"
@@ -229,18 +230,19 @@ def test_which_object_goes_is_known_without_a_look_at_all_of_them() -> None:
 def test_an_object_of_which_something_is_found_again_stays() -> None:
     book, tail = Book(100), Tail(False, SALT, 0, 0, b"")
     one = book.enter("blocks/a/1", 9, 0.0, tail)
-    assert book.next_to_go(0, -1.0) is None, "its blocks are about to come"
+    assert book.next_to_go(-1.0) is None, "its blocks are about to come"
     one.blocks = 1
     book.left(one.start, ReadStatus.TIER_LOST)
-    assert (book.lost, book.next_to_go(0, -1.0)) == ({one.name}, None)
+    assert (book.lost, book.next_to_go(-1.0)) == ({one.name}, None)
     book.lost.discard(one.name)
     book.look_at(one)
     one.blocks = 1
-    assert book.next_to_go(0, -1.0) is None
+    assert book.next_to_go(-1.0) is None
     book.left(one.start, ReadStatus.EVICTED)
-    assert book.next_to_go(0, -1.0) is one
+    assert book.next_to_go(-1.0) is one
     book.leave(one)
-    assert book.next_to_go(100, 1.0) is None
+    book.coming = 100
+    assert book.next_to_go(1.0) is None
 
 
 def test_who_has_written_what_is_here() -> None:

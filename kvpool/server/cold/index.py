@@ -155,7 +155,7 @@ class ColdIndex:
 
     async def make_room(self) -> None:
         """Delete what is too old, and what was not read for longest where there is no room."""
-        while (one := self.book.next_to_go(0, self.oldest)) is not None:
+        while (one := self.book.next_to_go(self.oldest)) is not None:
             self.gone[one.name] = False
             await self.drop(one)
             with contextlib.suppress(Unavailable):  # it is tried again

@@ -195,11 +195,11 @@ class Book:
         one.removed.add(place)
         self.unsaved[one.name] = one
 
-    def has_room(self, size: int) -> bool:
+    def has_room(self, size: int = 0) -> bool:
         return self.size + self.coming + size <= self.size_max
 
-    def next_to_go(self, coming: int, written_before: float) -> ColdObject | None:
-        """Gone, too old, without a block, or, where `coming` bytes have no room, that which was
+    def next_to_go(self, written_before: float) -> ColdObject | None:
+        """Gone, too old, without a block, or, where what is on its way has no room, that which was
         read longest ago."""
         while self._doubtful:
             number, one = self._doubtful.popitem()
@@ -210,7 +210,7 @@ class Book:
             if (old := self._by_number.get(age[1])) is not None:
                 return old
             self._ages.pop()
-        if self.by_name and not self.has_room(coming):
+        if self.by_name and not self.has_room():
             return next(iter(self.by_name.values()))
         return None
 

@@ -44,14 +44,16 @@ class PrefetchQueue:
     def next(self, now: float) -> Chain | None:
         """The chain whose turn it is, if it still has blocks and time; the others move up."""
         while self._lines:
-            line = self._lines.pop(tenant := next(iter(self._lines)))
+            tenant, line = next(iter(self._lines.items()))
+            del self._lines[tenant]
             chain, until = line.popleft()
             waits = bool(chain) and now < until
             if waits:
                 line.append((chain, until))
             else:
                 self._shares.give_back(tenant)
-            self._lines |= {tenant: line} if line else {}  # the others first
+            if line:
+                self._lines[tenant] = line  # behind the others
             if waits:
                 return chain
         return None
