@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 
 from kvpool import private_files, runtime
 from kvpool.cli import other_users
 from kvpool.cli import run as commands
-from kvpool.config import ServerConfig
+from kvpool.config import Config, ServerConfig
 from kvpool.errors import Unavailable
 from kvpool.ops import process
 from tests.support.commands import kvpool
@@ -50,15 +51,16 @@ def test_as_many_files_as_a_process_may_open(
     assert "error: this process may open 16 files, and it needs 64" in kvpool("status").all
 
 
-def test_a_file_of_a_tier_that_is_gone_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+async def test_a_file_of_a_tier_that_is_gone_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "here").touch()
-    files = [f"nvme:{tmp_path}/{one}:8MiB" for one in ("here", "gone")]
-    commands._say_which_files_are_gone(
-        ServerConfig(tiers=["hbm:cuda:0:1GiB", *files, "s3://b:1TiB"])
-    )
-    assert [vars(one)["file"] for one in caplog.records] == [f"{tmp_path}/gone"]
+    tiers = ["s3://b:1TiB", *(f"nvme:{tmp_path}/{one}:8MiB" for one in ("here", "gone"))]
+    own = ServerConfig(id="s", identity_file=str(tmp_path / "id"), tiers=tiers)
+    monkeypatch.setattr(commands, "_serve_as", AsyncMock())
+    for named in ([], [f"{tmp_path}/gone"]):  # there is none yet when it starts for the first time
+        await commands._serve(Config(server=own))
+        assert [vars(one)["file"] for one in caplog.records] == named
 
 
 @pytest.mark.parametrize(

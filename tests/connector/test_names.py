@@ -311,11 +311,11 @@ def test_keys_are_of_contents_and_fingerprints_and_of_no_name(adapters: KnownAda
 
 def test_keys_follow_what_the_engine_hashes_and_takes_back(adapters: KnownAdapters) -> None:
     engines, prompt = [b"h1", b"h2"], [b"one", b"two", b"three"]
-    keys = AdapterKeys(engines, CHAT._replace(contents=lambda n: iter(prompt[n:])), adapters)
+    keys = AdapterKeys(engines, own := CHAT._replace(contents=lambda n: iter(prompt[n:])), adapters)
     before = keys[:]
     engines.append(b"h3")
     assert keys[:2] == before
-    assert len(keys[:]) == len(keys) == 3
+    assert keys[:] == AdapterKeys(engines, own, adapters)[:] != before, "as if all came at once"
     engines[1:], prompt[1:] = [b"h4"], [b"four"]
     after = keys[:]
     assert after[0] == before[0]
